@@ -1,4 +1,4 @@
-"""ZeRO-3 and ZeRO++ for JAX as a function transformation. Start at `Zero`.
+"""Train with ZeRO-3 and ZeRO++ in JAX, by transforming the loss function. Start at `Zero`.
 
 import jaxzero as jz
 

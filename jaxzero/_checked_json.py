@@ -1,4 +1,4 @@
-"""Read JSON that others wrote: every value is checked against the kind that its key may hold.
+"""Read JSON files of other programs, and check each value against the kind that its key may hold.
 
 In: the path of a JSON file, and a table of kinds by key. Out: values of the right type and range,
 or a `ValueError` that names the file and the key. The readers of `config.json` and `ds_config.json`
@@ -82,12 +82,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a key may hold.
+    """A kind of JSON value that a key may hold: how to check, convert and describe it.
 
     Args:
-        text: completes the sentence "the key must be ...".
+        text: completes the sentence "the key must be ...", for messages.
         accepts: returns True for an allowed value.
-        convert: makes an accepted value the one that the reader gets.
+        convert: maps an accepted value, as it is in the file, to the value that the reader gets.
     """
 
     text: str
@@ -96,7 +96,7 @@ class Kind:
 
 
 def integer(least: int = 1, most: int = LARGEST) -> Kind:
-    """An integer in `[least, most]`; neither a boolean nor 2.0."""
+    """Return the kind that accepts integers in `[least, most]`, but no booleans and no 2.0."""
     text = f"an integer from {least} to {most}"
     if most == LARGEST and least in (0, 1):
         text = "a positive integer below 2**31" if least else "0 or a positive integer below 2**31"
@@ -104,7 +104,7 @@ def integer(least: int = 1, most: int = LARGEST) -> Kind:
 
 
 def whole(least: int, most: int) -> Kind:
-    """An integer in `[least, most]`, also if it is written as 5e8."""
+    """Return the kind that accepts integers in `[least, most]`, also those written as 5e8."""
 
     def accepts(value: Any) -> bool:
         return type(value) in (int, float) and least <= value <= most and value == int(value)
@@ -119,7 +119,10 @@ def number(
     above: int | float = -math.inf,
     below: int | float = math.inf,
 ) -> Kind:
-    """A finite number in `[least, most]`, strictly between `above` and `below`; read as a float."""
+    """Return the kind that accepts finite numbers, and reads them as floats.
+
+    A number must be in `[least, most]`, and strictly between `above` and `below`.
+    """
     limits = {"at least": least, "above": above, "at most": most, "below": below}
     words = [f"{name} {limit:g}" for name, limit in limits.items() if math.isfinite(limit)]
 
@@ -135,7 +138,7 @@ def number(
 
 
 def zero_or(kind: Kind) -> Kind:
-    """The kind that accepts 0 and whatever `kind` accepts."""
+    """Return the kind that accepts 0 and whatever `kind` accepts."""
     return Kind(
         f"0, or {kind.text}",
         lambda value: (type(value) in (int, float) and value == 0) or kind.accepts(value),
@@ -144,13 +147,16 @@ def zero_or(kind: Kind) -> Kind:
 
 
 def one_of(*choices: str) -> Kind:
-    """One of these texts."""
+    """Return the kind that accepts one of the given texts."""
     text = f"one of {', '.join(map(repr, choices))}"
     return Kind(text, lambda value: isinstance(value, str) and value in choices)
 
 
 def exactly(only: Any) -> Kind:
-    """The value `only`, or a number equal to it; null too if `only` is false or 0."""
+    """Return the kind that accepts `only` or an equal number, and reads both as `only`.
+
+    If `only` is false or 0, null is accepted too.
+    """
 
     def accepts(value: Any) -> bool:
         if value is None:
@@ -164,7 +170,7 @@ def exactly(only: Any) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Null, which is read as None, or what `kind` accepts."""
+    """Return the kind that accepts null, read as None, and whatever `kind` accepts."""
     return Kind(
         f"{kind.text}, or null",
         lambda value: value is None or kind.accepts(value),
@@ -173,7 +179,10 @@ def optional(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, *, length: int | None = None) -> Kind:
-    """A list, each entry of which `kind` accepts. It is read as a tuple."""
+    """Return the kind that accepts a list whose entries `kind` accepts, and reads it as a tuple.
+
+    If `length` is given, the list must have that many entries.
+    """
     num = "" if length is None else f"{length} entries, "
     return Kind(
         f"a list of {num}each {kind.text}",
@@ -193,7 +202,10 @@ OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
 
 def shown(value: Any) -> str:
-    """A value in a message: a constant as in JSON, or a `repr` of bounded length."""
+    """Format a JSON value for a message: null, true and false as in JSON, the rest as `repr`.
+
+    A long `repr` is cut off.
+    """
     is_constant = value is None or isinstance(value, bool)
     return json.dumps(value) if is_constant else _text.shown(value)
 
@@ -202,16 +214,16 @@ _NO_DEFAULT = object()
 
 
 class JsonKeys:
-    """The keys of a JSON object, each with the kind of value that it may hold.
+    """A JSON object that checks each value when it is read, against the kind of its key.
 
     Only keys in `kinds` can be read, so that no value is used unchecked.
 
     Args:
         content: the JSON object.
-        kinds: what each key may hold. Keys of nested objects are in the same table.
+        kinds: the kind of each key's value. Keys of nested objects are in the same table.
         where: the name of the file, for messages.
-        remedy: what to do about a wrong value, for messages.
-        missing: what to do about a missing key, for messages.
+        remedy: advice for messages about a wrong value.
+        missing: advice for messages about a missing key.
         defaults: values of keys that the object does not have.
         prefix: for a nested object, what messages write before its keys, such as "optimizer.".
     """
@@ -236,7 +248,10 @@ class JsonKeys:
         self._prefix = prefix
 
     def __contains__(self, key: str) -> bool:
-        """Return True if the object itself has the key, be it null."""
+        """Return True if the object itself has the key, even with the value null.
+
+        Defaults do not count.
+        """
         return key in self._content
 
     def __getitem__(self, key: str) -> Any:
@@ -251,7 +266,9 @@ class JsonKeys:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; without one, its default; without that, `default`.
+        """Return the value of a key.
+
+        If the object lacks the key, return its value in `defaults`; without one, `default`.
 
         Raises:
             ValueError: the value is not of the key's kind.
@@ -268,7 +285,9 @@ class JsonKeys:
         return kind.convert(value)
 
     def section(self, key: str) -> "JsonKeys":
-        """Return a nested object; for null or a missing key its default, or an empty object.
+        """Return the nested object that a key holds.
+
+        If the value is null or missing, return the key's default; without one, an empty object.
 
         Raises:
             ValueError: the value is neither an object nor null.
@@ -279,7 +298,7 @@ class JsonKeys:
         return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
 
     def over(self, other: "JsonKeys") -> "JsonKeys":
-        """Return the keys of both objects; where both have a key, with the value of `self`."""
+        """Merge two objects; where both have a key, the result has the value of `self`."""
         merged = {**other._content, **self._content}
         return self._nested(merged, self._prefix if self._content else other._prefix)
 
@@ -292,7 +311,10 @@ class JsonKeys:
             raise ValueError(f"{self._where} lacks {', '.join(missing)}. {self._missing}")
 
     def error(self, key: str, what: str, *, remedy: str | None = None) -> ValueError:
-        """The error "`key` in 'path' {what}. {remedy}"; by default the remedy for wrong values."""
+        """Return the error "`key` in 'path' {what}. {remedy}".
+
+        By default the remedy is that for wrong values.
+        """
         where = f"`{self._prefix}{key}` in {self._where}"
         return ValueError(f"{where} {what}. {remedy or self._remedy}")
 

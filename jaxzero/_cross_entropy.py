@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary, whose logits never exist all at once.
+"""Compute cross-entropy over a vocabulary in chunks, so that never all logits exist at once.
 
     logits = cap(scale hidden head),  cap(x) = c tanh(x / c),  total = log(sum(exp(logits)))
     loss   = total - logits[label] + z total^2
@@ -40,18 +40,18 @@ def softmax_cross_entropy(
 ) -> Any:
     """Compute the loss of each token in chunks of tokens, without the logits of a full row.
 
-    It equals `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`. That holds
-    logits of all tokens, tokens times vocabulary, and their gradient; this holds those of `chunk`
-    tokens of each row.
+    The losses equal `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`. Optax
+    holds the logits of all tokens, `tokens * vocabulary` numbers, and as many for their gradient.
+    This function holds the logits and gradients of `chunk` tokens of each row only.
 
-    The head is cast to the dtype of `hidden`, as in other layers. If that has 16 bits, products are
-    summed in float32; the softmax, the losses and the sum of the head's gradient over tokens are
-    float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered at most once
-    in forward and once in backward, and held.
+    The head is cast to the dtype of `hidden`, as in other layers. If `hidden` has 16 bits, matrix
+    products are summed in float32. The softmax, the losses and the sum of the head's gradient over
+    tokens are float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered
+    at most once in forward and once in backward, and held between chunks.
 
-    With `weights` the result is what `zero.value_and_grad(..., weighted=True)` takes, and logits
-    are computed once: forward computes the gradients too where they are asked for. Without, the
-    cotangent of each loss is known in backward only, which computes the logits again.
+    With `weights`, the result is what `zero.value_and_grad(..., weighted=True)` expects of a loss,
+    and logits are computed once: when differentiated, forward computes the gradients too. Without
+    `weights`, only backward knows the cotangent of each loss, so it computes the logits again.
 
         return jz.softmax_cross_entropy(hidden, params["head"], batch["labels"], batch["weights"])
 
@@ -59,10 +59,10 @@ def softmax_cross_entropy(
         hidden: vectors that enter the head, `[*rows, tokens, width]`.
         head: `[width, vocabulary]`.
         labels: the right token of each vector, integers `[*rows, tokens]`. The loss of a label that
-            is not in the vocabulary, such as -100, is NaN; give it a weight of 0, or drop it with
-            `jnp.where`, not by a factor of 0.
-        weights: a factor of each loss, `[*rows, tokens]`, or booleans; taken as constants. A loss
-            of weight 0 is dropped, whatever its label. None: losses are not summed.
+            is not in the vocabulary, such as -100, is NaN. Give it a weight of 0, or drop it with
+            `jnp.where`: a product with 0 stays NaN.
+        weights: a factor for each loss, numbers or booleans `[*rows, tokens]`. No gradient passes
+            to them. A loss of weight 0 is dropped, whatever its label. None: losses are not summed.
         chunk: tokens of each row whose logits exist at the same time. It does not change losses.
         vocabulary_dim: the dim of `head` that is the vocabulary: 0 for a tied embedding,
             `[vocabulary, width]`, which is not transposed in memory.
@@ -88,8 +88,8 @@ def softmax_cross_entropy(
     tokens_dim, num_tokens = labels.ndim - 1, labels.shape[-1]
     num_chunks = max(1, -(-num_tokens // chunk))
     cut = functools.partial(_cut, dim=tokens_dim, num_chunks=num_chunks)
-    # Outside of the function with its own derivative, so that `jz.Zero` sees the head as a weight
-    # that is cast: it gathers the head and reduces its gradient in the narrower dtype.
+    # The cast is outside of the function with a `custom_vjp`, so that `jz.Zero` sees it: it gathers
+    # the head and reduces its gradient in the narrower dtype.
     narrow = head.astype(hidden.dtype)
     arrays = (cut(hidden), narrow, cut(labels.astype(jnp.int32)))
     if weights is not None:
@@ -101,9 +101,10 @@ def softmax_cross_entropy(
 
 
 def _cut(x: Array, dim: int, num_chunks: int) -> Array:
-    """Pad a dim of tokens and cut it into chunks: `[chunks, *rows, tokens of a chunk, ...]`.
+    """Pad dim `dim`, that of tokens, and cut it: `[chunks, *rows, tokens of a chunk, ...]`.
 
-    Padding is zeros: tokens of label 0 whose losses are cut off, or whose weight is 0.
+    Padding is zeros. So padding tokens have label 0; the caller gives their losses the weight 0, or
+    cuts them off.
     """
     added = -x.shape[dim] % num_chunks
     if added:
@@ -114,7 +115,7 @@ def _cut(x: Array, dim: int, num_chunks: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """The formula of the loss, without its arrays."""
+    """The options that define the loss, with its formula and that of its gradients."""
 
     vocabulary_dim: int
     scale: float
@@ -122,7 +123,7 @@ class _Form:
     z_loss: float
 
     def losses(self, hidden: Array, head: Array, labels: Array) -> tuple[Array, Array, Array]:
-        """Losses, logits and `total` of the tokens of a chunk."""
+        """Return the loss, the logits and `total` of each token of a chunk."""
         logits = _product(hidden, head, 1 - self.vocabulary_dim)
         logits = logits if self.scale == 1 else logits * self.scale
         if self.soft_cap is not None:
@@ -137,7 +138,10 @@ class _Form:
     def gradients(
         self, hidden: Array, head: Array, labels: Array, logits: Array, totals: Array, g: Array
     ) -> tuple[Array, Array]:
-        """Gradients of `sum(g * losses)` to `hidden`, and to `head` in 32 bits or more."""
+        """Return the gradients of `sum(g * losses)` with respect to `hidden` and `head`.
+
+        The gradient of `head` is not rounded below 32 bits.
+        """
         gradient = ((1 + 2 * self.z_loss * totals) * g)[..., None] * jnp.exp(
             logits - totals[..., None]
         )
@@ -153,7 +157,7 @@ class _Form:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
-    """Losses of all chunks; `hidden`, `labels` and the result have a leading dim of chunks."""
+    """Return the losses of all chunks; `hidden`, `labels` and the result are `[chunks, ...]`."""
     return _losses_forward(form, hidden, head, labels)[0]
 
 
@@ -186,14 +190,20 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weights: Array) -> Array:
-    """Sum of the losses of chunks of tokens, each times a constant."""
+    """Return the sum of all losses times `weights`, which are constants.
+
+    All arrays but `head` have a leading dim of chunks.
+    """
     return _sum(_losses(form, hidden, head, labels), weights)
 
 
 def _weighted_sum_forward(
     form: _Form, hidden: Array, head: Array, labels: Array, weights: Array
 ) -> tuple[Array, Any]:
-    """Also compute the gradients, from the same logits, but for a factor: the sum's cotangent."""
+    """Return the weighted sum, and its gradients to `hidden` and `head` from the same logits.
+
+    Backward has only to multiply these gradients by the cotangent of the sum.
+    """
 
     def step(head_gradient: Array, chunk: Any) -> tuple[Array, Any]:
         hidden, labels, weights = chunk
@@ -224,16 +234,17 @@ def _sum(losses: Array, weights: Array) -> Array:
 
 
 def _product(x: Array, matrix: Array, dim: int) -> Array:
-    """Product over the last dim of `x` and a dim of a matrix, summed in 32 bits or more."""
+    """Contract the last dim of `x` with dim `dim` of a matrix, and sum in 32 bits or more."""
     dims = (((x.ndim - 1,), (dim,)), ((), ()))
     return jax.lax.dot_general(x, matrix, dims, preferred_element_type=widened(x.dtype))
 
 
 def _sum_over_tokens(x: Array, y: Array) -> Array:
-    """Sum of the outer products of the vectors of each token, in 32 bits or more.
+    """Return the sum over tokens of the outer products of their vectors, in 32 bits or more.
 
-    Where tokens are split over devices, each device has its own sum, `[devices, *sum]`. They are
-    added up once, after the last chunk (`_sum_of_parts`), and not by a collective in each chunk.
+    Where tokens are split over devices, each device keeps its own sum: `[devices, *sum]`. The sums
+    of the devices are added up once, after the last chunk (`_sum_of_parts`), and not by a
+    collective in each chunk.
     """
     num = _num_parts(x)
     if num > 1:
@@ -247,7 +258,7 @@ def _sum_over_tokens(x: Array, y: Array) -> Array:
 
 
 def _zeros_of_parts(head: Array, hidden: Array, dtype: np.dtype) -> Array:
-    """Zeros in the shape and sharding of what `_sum_over_tokens` returns for a chunk."""
+    """Return zeros in the shape and sharding of what `_sum_over_tokens` returns for a chunk."""
     num = _num_parts(hidden)
     if num == 1:
         return jnp.zeros(head.shape, dtype)
@@ -259,13 +270,13 @@ def _sum_of_parts(x: Array, head: Array) -> Array:
 
 
 def _num_parts(hidden: Array) -> int:
-    """Over how many devices the tokens of a chunk are split; 1 if not evenly."""
+    """Return the number of devices that split a chunk's tokens; 1 if no even split is possible."""
     num = num_token_parts()
     return num if hidden.shape[-2] % num == 0 else 1
 
 
 def _is_label(logits: Array, labels: Array) -> Array:
-    """Where the logits of the labels are: a boolean array of the shape of the logits."""
+    """Return a boolean array of the shape of `logits`, true at the logit of each token's label."""
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == labels[..., None]
 
 

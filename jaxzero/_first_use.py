@@ -13,12 +13,13 @@ from typing import Any
 def imported_on_first_use(
     package: str, names: Mapping[str, tuple[str, str | None]]
 ) -> Callable[[str], Any]:
-    """Make a `__getattr__` for a package, which imports the module of a name.
+    """Make a `__getattr__` for a package that imports a name's module when the name is first read.
 
     Args:
         package: its `__name__`.
-        names: for each name its module in the package, and the extra of pyproject.toml that the
-            module needs, which is named if it is not installed; None: it needs none.
+        names: for each name, the module in the package that defines it, and the extra of
+            pyproject.toml that the module needs; None: it needs none. Where the extra is not
+            installed, the error names it.
     """
 
     def find(name: str) -> Any:
@@ -33,7 +34,7 @@ def imported_on_first_use(
 
 @contextlib.contextmanager
 def extra_for(what: str, extra: str) -> Iterator[None]:
-    """Name the extra to install if the body imports a package that is not there.
+    """Raise an error that names the extra to install, if the body imports a missing package.
 
     Args:
         what: the beginning of the message, such as "`name` needs".
@@ -58,7 +59,7 @@ def exported_on_first_use(
 
     Args:
         package: its `__name__`.
-        modules: for each module in it the names that it exports, separated by spaces.
+        modules: for each module in the package, the names that it exports, separated by spaces.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""Memory that the host has left."""
+"""Ask the operating system how much memory the host has left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def available_bytes() -> int | None:
-    """Bytes that the kernel could give to new arrays; None if the system does not tell."""
+    """Return the bytes that the kernel can give to new arrays; None if the system does not tell."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -1,4 +1,4 @@
-"""Open files that other programs may have written: regular ones only, of bounded size.
+"""Open and read files that other programs may have written: only regular files of bounded size.
 
 Opening a named pipe waits for a writer, and reading a device such as /dev/zero never ends.
 """
@@ -18,7 +18,7 @@ _KINDS = {
 
 
 class IrregularFile(ValueError):
-    """The path is that of a pipe, a device or a socket, or the file is too large."""
+    """Raised for a path of a pipe, device or socket, and for a file that is too large to read."""
 
 
 def regular_size(path: Path) -> int:
@@ -39,7 +39,7 @@ def regular_size(path: Path) -> int:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading; raises as `regular_size`."""
+    """Open a regular file for reading; raise the errors of `regular_size` for anything else."""
     regular_size(path)  # before it is opened, since opening some devices acts on them
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # if it became a pipe since then
     try:
@@ -52,7 +52,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file.
+    """Return the content of a regular file.
 
     Raises:
         IrregularFile: it is a pipe, a device or a socket, or has more than `max_bytes`.

@@ -1,4 +1,4 @@
-"""Names and values of files in messages: on one line, escaped, and short.
+"""Format names and values that were read from files for messages: on one line, escaped, short.
 
 A file may call a tensor anything: a name of a megabyte, with escape sequences that a terminal
 obeys, or a tuple that refers to another tuple a million times. `shown` and `escaped` make every
@@ -24,8 +24,8 @@ _BRACKETS = {tuple: "()", list: "[]", set: "{}", frozenset: "{}"}
 def shown(value: object) -> str:
     """Format a name or another value for a message, like `repr`.
 
-    Control characters, invisible characters and surrogates are escaped; what is too long or too
-    deeply nested is cut off, with `...` in its place.
+    Control characters, invisible characters and surrogates are escaped. Values that are too long or
+    nest too deeply are cut off with `...`.
     """
     return _cut(_shown(value, _MAX_DEPTH))
 
@@ -35,7 +35,7 @@ def escaped(text: object, *, most: int = _MAX_CHARACTERS) -> str:
 
     Args:
         text: the text.
-        most: length in characters from which on it is cut off.
+        most: a longer text is cut off after so many characters.
     """
     start = str(text)[: most + 1]
     visible = "".join(each if each.isprintable() else repr(each)[1:-1] for each in start)
@@ -43,18 +43,18 @@ def escaped(text: object, *, most: int = _MAX_CHARACTERS) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Format the first three names of a list, and the number of the others."""
+    """Format the first three names of a list, and say how many more there are."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(shown(name) for name in names[:3]) + rest
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns (with `*`) matches a name."""
+    """Return True if one of the patterns, in which `*` matches any text, matches the name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def to_download(path: Path) -> str:
-    """Advice to download, if a missing path looks like `owner/model` on a hub; otherwise ""."""
+    """Return advice to download a model, if a missing path looks like `owner/model`; else ""."""
     parts = path.parts
     if len(parts) != 2 or parts[0] in ("/", ".", "..") or path.exists():
         return ""

@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user's code, however deep inside JAX they are issued."""
+"""Issue warnings that name the line of the user's code, also from deep inside JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
 
 
 def warn(message: str) -> None:
-    """Issue a `UserWarning` for the first line outside of JAX and this package."""
+    """Issue a `UserWarning` for the innermost line on the stack outside of JAX and this package."""
     level, frame = 1, sys._getframe()
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -24,10 +24,10 @@ def warn(message: str) -> None:
 
 
 class RowsMixedWarning(UserWarning):
-    """A function combines rows of the batch otherwise than in a sum or mean that it returns.
+    """The warning that a function combines rows otherwise than in a sum or mean that it returns.
 
-    An example is to divide by a mean over rows. Each device then takes that of its own rows, so the
-    result is not that of one device with all rows.
+    An example is to divide by a mean over rows. Each device divides by the mean over its own rows,
+    so the result differs from that of one device that has all rows.
     """
 
 
@@ -35,13 +35,13 @@ _shown: dict[str, dict] = {}  # by file, Python's registry of the warnings that 
 
 
 def warn_at(message: str, category: type[Warning], file: str, line: int) -> None:
-    """Issue a warning for a line of the user's code that is not being executed."""
+    """Issue a warning for a line of the user's code that need not be on the stack."""
     warnings.warn_explicit(message, category, file, line, registry=_shown.setdefault(file, {}))
 
 
 @functools.cache
 def is_of_user(file: str) -> bool:
-    """Whether a source file belongs to no installed package, nor to Python or this package."""
+    """Return True if a source file is of the user, not of Python, jaxzero or another package."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.add(str(Path(__file__).parent))
     is_installed = any(x in file for x in ("site-packages", "dist-packages", "<frozen "))

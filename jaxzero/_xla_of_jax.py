@@ -1,6 +1,7 @@
-"""What XLA does in the installed version of JAX, where the supported versions differ.
+"""Define flags for differences between the versions of XLA that supported versions of JAX have.
 
-Each name but the first says what later versions do.
+They are for the installed version. `IS_BEFORE_0_11` is true for older versions; the other flags are
+true for newer versions.
 """
 
 from typing import Final

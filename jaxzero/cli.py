@@ -1,4 +1,4 @@
-"""The `jaxzero` command. Flags are the fields of dataclasses of settings, by tyro.
+"""The `jaxzero` command. tyro makes its flags from the fields of each command's dataclass.
 
 jaxzero train --steps 100 --learning-rate 1e-4
 jaxzero report --stage 2
@@ -31,8 +31,8 @@ from . import commands, distributed, jobs
 from ._processes import DIVERGED, FILE_ERROR, INTERRUPTED, MISTAKE, PEER_LOST, STOPPED
 from .launch import Launch, launch
 
-# Errors whose message says all, so that no traceback is printed, with the exit status of each. The
-# first class that an error is of counts.
+# The exit statuses of errors whose message suffices, so that no traceback is printed. The first
+# class that an error is an instance of counts.
 _STATUSES = {
     distributed.ReplicasDiffer: DIVERGED,
     jobs.Diverged: DIVERGED,
@@ -41,7 +41,7 @@ _STATUSES = {
     ValueError: MISTAKE,
 }
 
-# What to do about errors of the file system, which say only what is wrong.
+# Advice for errors of the file system, whose own messages say only what is wrong.
 _ADVICE = {
     errno.EACCES: "Check its permissions, or name another path.",
     errno.EPERM: "Check its permissions, or name another path.",
@@ -67,9 +67,9 @@ _COMMANDS = {chosen.name: settings for settings, chosen in map(get_args, get_arg
 
 
 def _parsed(arguments: Sequence[str]) -> Any:
-    """The settings of a command line.
+    """Parse a command line to the command's dataclass of settings.
 
-    The flags of a command are parsed by themselves, so that errors point to its own `--help`.
+    Each command has a parser of its own, so that errors point to the command's `--help`.
     """
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
@@ -92,14 +92,14 @@ def _parsed(arguments: Sequence[str]) -> Any:
 
 
 def _check_repeated(arguments: Sequence[str], settings: Any) -> None:
-    """Raise `ValueError` for a flag with one value that a command line gives several times.
+    """Raise `ValueError` if a command line repeats a flag that takes one value.
 
-    Of several values tyro would take the last and drop the others in silence.
+    tyro would take the last value and drop the others in silence. Flags that collect values
+    (`UseAppendAction`) and flags without a value may be repeated.
 
     Args:
         arguments: a command line; words after `--` are not looked at.
-        settings: the dataclass of settings that it is parsed to. Flags that collect values
-            (`UseAppendAction`), and those without one, may be repeated.
+        settings: the dataclass whose fields are the command's flags.
     """
     single = set(_single(settings))
     given = defaultdict(list)
@@ -119,7 +119,7 @@ def _check_repeated(arguments: Sequence[str], settings: Any) -> None:
 
 
 def _single(settings: Any) -> Iterator[str]:
-    """Flags of fields, nested ones included, of which only the last value would be kept."""
+    """Yield the flags that take one value, of all fields and nested dataclasses of `settings`."""
     hints = get_type_hints(settings, include_extras=True)
     for field in dataclasses.fields(settings):
         kind = hints[field.name]
@@ -131,7 +131,7 @@ def _single(settings: Any) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status.
+    """Run the `jaxzero` command, and return its exit status.
 
     Args:
         arguments: the command line without the program's name; by default `sys.argv[1:]`.
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """The exit status of an error whose message suffices; None if it needs a traceback."""
+    """Return the exit status of an error whose message suffices; None if it needs a traceback."""
     causes = [*distributed.causes(error)]
     if any(isinstance(cause, TimeoutError) for cause in causes):
         return PEER_LOST
@@ -196,7 +196,7 @@ def _status_of(error: Exception) -> int | None:
 
 
 def resume_command(arguments: Sequence[str], name: str | None) -> str:
-    """The command line that continues a run started with `arguments`; `name` is the run's name."""
+    """Return the command line that continues the run `name`, which `arguments` started."""
     words = ["jaxzero", *arguments]
     if not any(word.split("=")[0] == "--name" for word in words):
         words += ["--name", str(name)]
@@ -218,5 +218,5 @@ def _text_of(error: Exception) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape markup of rich, and control characters that a terminal would obey."""
+    """Escape the markup of rich, and control characters that a terminal would obey."""
     return escape("".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in text))

@@ -1,4 +1,4 @@
-"""Base classes and registries for code of your own: codecs, hops, batch rules, platforms.
+"""Base classes and registries for your own codecs, hops, batch rules and platforms.
 
     class MyCodec(extend.BlockCodec): ...                        # jz.PerAxis(node=MyCodec())
     class MyRule(extend.BatchRule): ...                          # jz.simigrad(tx, rule=MyRule())

@@ -1,7 +1,8 @@
-"""Attention of rows of any length, whose tokens may be split over devices.
+"""Compute attention in rows of any length, whose tokens may be split over devices.
 
-In: queries, keys and values inside a traced function. Out: the mixed values; the compiler adds the
-collectives over the mesh axis `tokens`. Models use `attend_split`, users `attention`.
+In: queries, keys and values inside a traced function. Out: for each query, the sum of values
+weighted by attention. The compiler adds the collectives over the mesh axis `tokens`. Models use
+`attend_split`, users `attention`.
 """
 
 from .attention import LONG_ROW as LONG_ROW

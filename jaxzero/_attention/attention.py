@@ -1,4 +1,4 @@
-"""`attention`, with the signature of `jax.nn.dot_product_attention`."""
+"""Define `attention`, with the arguments of `jax.nn.dot_product_attention` and some more."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ def attention(
     chunk: int | None = None,
     method: Method | None = None,
 ) -> Float[Array, "b t h v"]:
-    """Dot-product attention, also of rows whose tokens are split over devices.
+    """Compute dot-product attention, also of rows whose tokens are split over devices.
 
-    The arguments are those of `jax.nn.dot_product_attention`, and some more. If no others are given
-    and the mesh has no axis `tokens`, JAX's function computes rows of up to 8192 tokens. With that
-    axis (`jz.make_mesh(tokens=...)`), each device computes its part of the work; queries, keys and
-    values may have any sharding, and the result is split like `jz.split_tokens`. Long rows are
-    computed in blocks of queries and keys, so that memory is linear in tokens, and blocks that a
-    causal mask or a window hides take no time. All ways compute the same, up to rounding.
+    The arguments are those of `jax.nn.dot_product_attention`, and some more. If only JAX's are
+    given and the mesh has no axis `tokens`, JAX's function computes rows of up to 8192 tokens. With
+    an axis `tokens` (`jz.make_mesh(tokens=...)`), each device computes its part of the work.
+    Queries, keys and values may then have any sharding, and the result is split as by
+    `jz.split_tokens`. Long rows are computed in blocks of queries and keys: memory is linear in
+    tokens, and blocks that a causal mask or a window hides take no time. All ways compute the same
+    result, up to rounding.
 
     Args:
         query: `[rows, tokens, heads, size]`.
         key: `[rows, tokens, groups, size]`; each group serves `heads / groups` heads.
-        value: `[rows, tokens, groups, size]`, where the size may be another one.
+        value: `[rows, tokens, groups, size]`; its size may differ from that of `key`.
         bias: added to logits, broadcast to `[rows, heads, queries, keys]`; all logits then exist at
             once.
-        mask: True for what is seen, broadcast to `[rows, heads, queries, keys]`. Of shape
-            `[rows, 1, 1, keys]`, as for padding, it costs no more than segments do; otherwise all
-            logits exist at once.
+        mask: true where a query sees a key, broadcast to `[rows, heads, queries, keys]`. A mask
+            `[rows, 1, 1, keys]`, as for padding, costs no more than segments do. With any other
+            mask all logits exist at once.
         scale: factor of the logits; by default `1 / sqrt(size)`.
         is_causal: whether a query sees no later keys.
         query_seq_lengths: as in JAX; all logits then exist at once.
@@ -63,18 +64,18 @@ def attention(
         implementation: as in JAX. "cudnn" keeps the logits on the chip, forward and backward; it
             takes 16-bit arrays with heads of a multiple of 8, up to 128 numbers (256 on Hopper).
             Or a function with the arguments of `jax.nn.dot_product_attention` except
-            `implementation`, such as `tokamax.dot_product_attention`. Both get whole rows, so on a
-            mesh with `tokens` each device takes some of the heads, as with `method="heads"`, and
-            key-value heads that are fewer than the devices are sent to several. On such a mesh they
-            work only inside functions given to `zero`.
-        segments: the number of each token's document, `[rows, tokens]`, for queries and keys: they
-            see their own document only, and nothing sees segment 0, which is padding
-            (`jaxzero.data.PackedRows`).
+            `implementation`, such as `tokamax.dot_product_attention`. cuDNN and a function both
+            need whole rows. So on a mesh with `tokens` each device takes some of the heads, as with
+            `method="heads"`; if there are fewer key-value heads than devices, each is sent to
+            several. On such a mesh both work only inside functions given to `zero`.
+        segments: the number of each token's document, `[rows, tokens]`, for queries and keys. A
+            query sees keys of its own document only, and no query sees keys of segment 0, which is
+            padding (`jaxzero.data.PackedRows`).
         softcap: logits x become `softcap * tanh(x / softcap)`.
-        chunk: how many queries, and keys, a block has; the logits of a block exist at once. None:
-            1024, and rows of up to 8192 tokens on one device are not computed in blocks.
-        method: "gather", "heads" or "ring": how queries meet keys of other devices. None: chosen by
-            bytes and heads. Without the axis `tokens` it has no effect.
+        chunk: the number of queries, and of keys, of a block; the logits of a block exist at once.
+            None: 1024, and rows of up to 8192 tokens on one device are not computed in blocks.
+        method: how queries meet keys of other devices: "gather", "heads" or "ring". None: it is
+            chosen by bytes and heads. Without the axis `tokens` it has no effect.
 
     Returns:
         `[rows, tokens, heads, size of values]`. A query that sees no key gets finite numbers
@@ -88,7 +89,7 @@ def attention(
     key_mask = _as_key_mask(mask)
     without_blocks = {
         "bias": bias,
-        "mask": mask if key_mask is None else None,  # of queries
+        "mask": mask if key_mask is None else None,  # a mask that differs between queries or heads
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
         "implementation": implementation,
@@ -127,7 +128,7 @@ def attention(
 
 
 def is_library(implementation: Implementation) -> bool:
-    """Whether `implementation` calls a library: the compiler cannot partition such a call."""
+    """Return True if `implementation` calls a library, which the compiler cannot partition."""
     return implementation == "cudnn" or callable(implementation)
 
 
@@ -155,7 +156,14 @@ def dot_product_attention(*arrays: Any, implementation: Implementation, **option
 def _attend_to_all(
     method: Method | None, arrays: tuple[Array, Array, Array], *others: Any, **options: Any
 ) -> Float[Array, "b t h v"]:
-    """Call `dot_product_attention` with all keys of a row, as `method` exchanges them."""
+    """Call `dot_product_attention` with all keys of each row, after the exchange of `method`.
+
+    Args:
+        method: how queries meet keys of other devices; None: tokens are not split.
+        arrays: queries, keys and values.
+        others: bias, mask, and the lengths of queries and keys; each may be None.
+        options: further arguments of `dot_product_attention`.
+    """
 
     def attend(
         query: Any, key: Any, value: Any, bias: Any, mask: Any, of_queries: Any, of_keys: Any
@@ -171,7 +179,7 @@ def _attend_to_all(
 
 
 def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:
-    """How many keys before and after its own a query sees; None: all."""
+    """Return how many keys before and after its own position a query sees; None: all."""
     before, after = size if isinstance(size, tuple) else (size, size)
     if is_causal:
         after = 0
@@ -179,16 +187,16 @@ def _window(size: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | 
 
 
 def _as_key_mask(mask: Any) -> Bool[Array, "b s"] | None:
-    """A mask that is the same for all queries and heads, without their dims; None for others."""
+    """Return a mask `[rows, 1, 1, keys]` as `[rows, keys]`; None for a mask of another shape."""
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
         return None
     return mask[:, 0, 0]
 
 
 def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] | None:
-    """The segment of each key, or 1 without segments; 0 for keys that nothing sees.
+    """Return a mark for each key: its segment, or 1 without segments; 0 if no query sees it.
 
-    None if there are neither segments nor a mask.
+    None: there are neither segments nor a mask.
     """
     if key_mask is None:
         return segments
@@ -199,7 +207,16 @@ def _marks_of_keys(segments: Any, key_mask: Any, key: Any) -> Int[Array, "b s"] 
 def _checked_method(
     method: Any, query: Any, key: Any, value: Any, implementation: Any, needs_all: bool
 ) -> Any:
-    """The `method` of `attention`, checked and filled in; None where tokens are not split."""
+    """Check the `method` of `attention`, or choose one; return None if tokens are not split.
+
+    Args:
+        method: the argument of `attention`.
+        query: the queries.
+        key: the keys.
+        value: the values.
+        implementation: the argument of `attention`.
+        needs_all: whether all logits exist at once, for which a ring lacks the keys.
+    """
     num = num_token_parts()
     if method not in (None, "gather", "heads", "ring"):
         raise ValueError(f'`method` must be "gather", "heads", "ring" or None; got {method!r}.')
@@ -226,7 +243,7 @@ def _checked_method(
             f'{query.shape[1]} queries. Take "gather".'
         )
     chosen = method or method_for(query, key, value)
-    # A ring has the keys of one device at a time, and what needs all logits needs all keys.
+    # A ring has the keys of one device at a time, and options that need all logits need all keys.
     return "gather" if needs_all and chosen == "ring" else chosen
 
 

@@ -1,4 +1,4 @@
-"""Exact attention in blocks of queries and keys, whose memory is linear in tokens.
+"""Compute exact attention in blocks of queries and keys, with memory linear in tokens.
 
     o_i = sum_j exp(x_ij - L_i) v_j,    L_i = log sum_j exp(x_ij),    x_ij = cap(scale q_i k_j)
 
@@ -10,11 +10,11 @@ and L; backward computes the x of each pair again:
     dq = scale ds k;   dk = scale ds^T q
 
 (FlashAttention, https://arxiv.org/abs/2205.14135). Queries come in parts, one for each device along
-the mesh axis `tokens`, which all run the same loop. Token x of part p of P is at position x P + p
-if tokens are dealt out in turn: then the blocks that a causal mask hides are the same in each part
-(striped attention, https://arxiv.org/abs/2311.09431). Each part has all keys, or its part of them,
-and then they go around in a ring (https://arxiv.org/abs/2310.01889): in step r, part p has the keys
-of part p - r.
+the mesh axis `tokens`. All devices run the same loop. If tokens are dealt out in turn, token x of
+part p of P is at position x P + p: then a causal mask hides the same blocks in each part (striped
+attention, https://arxiv.org/abs/2311.09431). Either each part has all keys, or it begins with its
+own keys, and keys go around in a ring (https://arxiv.org/abs/2310.01889): in step r, part p has the
+keys of part p - r.
 
 Dimensions: b rows, p parts, t queries of a part, s keys of a part, g key-value heads, n query heads
 for each, k size of queries and keys, v size of values.
@@ -40,7 +40,7 @@ _NOT_SEEN = -1e30  # below every logit, and finite, so that a difference of two 
 
 
 class Keys(NamedTuple):
-    """Keys, values and marks of each part; `Form.marks` says what marks mean."""
+    """The keys of each part, with their values and marks; `Form.marks` says what marks mean."""
 
     key: Float[Array, "b p s g k"]
     value: Float[Array, "b p s g v"]
@@ -48,28 +48,29 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries and marks of each part, and the limits of what they see that are traced arrays."""
+    """The queries of each part, their marks, and limits of the keys they see, as traced arrays."""
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
-    reach: Int[Array, ""] | None = None  # they see keys with `|i - j| < reach`; None: all
-    start: Int[Array, ""] | None = None  # what is added to their positions; None: 0
+    reach: Int[Array, ""] | None = None  # query i sees keys j with `|i - j| < reach`; None: all
+    start: Int[Array, ""] | None = None  # is added to the positions of queries; None: 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_in_blocks(
     form: Form, queries: Queries, keys: Keys
 ) -> tuple[Float[Array, "b p t g n v"], Float[Array, "b p t g n"]]:
-    """Attend, and return the logarithm of the softmax's denominator of each query too.
+    """Compute attention, and the logarithm of each query's softmax denominator.
 
     Args:
         form: which keys are seen, and the formula.
-        queries: those of each part. Their number is at most `form.chunk`, or a multiple of it.
-        keys: those of each part, with the same condition.
+        queries: the queries of each part. Their number is at most `form.chunk`, or a multiple of
+            it.
+        keys: the keys of each part, whose number is limited in the same way.
 
     Returns:
-        The mixed values, in the dtype of the values, and the logarithms, in 32 bits or more. For a
-        query that sees no key these are 0 and a large negative number.
+        For each query, the weighted sum of values, in the dtype of the values, and the logarithm,
+        in 32 bits or more. For a query that sees no key they are 0 and a large negative number.
     """
     return _forward(form, queries, keys)[0]
 
@@ -154,7 +155,7 @@ attend_in_blocks.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A pair of blocks: where its queries and keys start, and how many there are."""
+    """A block of queries and a block of keys: where they start in each part, and their sizes."""
 
     query_start: Array
     key_start: Array
@@ -188,7 +189,10 @@ class _Block:
     def logits(
         self, form: Form, queries: Queries, keys: Keys
     ) -> tuple[Float[Array, "b p g n t s"], Array | float]:
-        """Logits, `_NOT_SEEN` where a key is not seen, and the derivative of the soft cap."""
+        """Return the logits of the pair, and the derivative of the soft cap at each of them.
+
+        Where a query does not see a key, the logit is `_NOT_SEEN`.
+        """
         # The barrier makes what is seen depend on an array. Otherwise it depends on constants only,
         # and JAX and XLA compute it before the loop, for all pairs: a byte for each query and key.
         starts = self.query_start, self.key_start
@@ -238,8 +242,9 @@ class _Loop:
         self.num_parts, num_queries, num_keys = *queries.query.shape[1:3], keys.key.shape[2]
         self.num_steps = self.num_parts if form.is_ring else 1
         self.sizes = min(num_queries, form.chunk), min(num_keys, form.chunk)
-        # Two lists of pairs, `[pairs, 2]`: those whose queries see all of their keys, which need no
-        # mask, and those whose queries may see some. What is data puts all pairs into the second.
+        # Two lists of pairs, `[pairs, 2]`: pairs in which all queries see all keys, which need no
+        # mask, and pairs in which queries may see some keys. If marks, `reach` or `start` decide,
+        # which are not known when tracing, all pairs are in the second list.
         if self.start is not None:
             shape = -(-num_queries // self.sizes[0]), -(-num_keys // self.sizes[1])
             self.pairs = np.empty((0, 2), np.int32), np.argwhere(np.ones(shape)).astype(np.int32)
@@ -255,14 +260,16 @@ class _Loop:
         pair: Callable[..., tuple[Array, ...]],
         num_of_queries: int = 3,
     ) -> tuple[Array, ...]:
-        """Apply `pair` to all pairs, with the keys of each part in turn.
+        """Add up sums over all pairs of blocks; in a ring, with the keys of each part in turn.
 
         Args:
             sums: the running sums, which the loop carries.
-            pair: a function of the sums, a `_Block` and the keys, which returns the sums with those
-                of the block added.
-            num_of_queries: how many of the sums belong to queries. The others belong to keys, and
-                travel with them.
+            pair: takes the sums, a `_Block` and the keys; returns the sums with the block's terms.
+            num_of_queries: how many of `sums`, the first ones, belong to queries. The rest belongs
+                to keys, and travels with them.
+
+        Returns:
+            The sums over all pairs.
         """
         last = self.num_steps - 1
         if not last:
@@ -318,7 +325,7 @@ class _Loop:
         return sums
 
     def _is_seen(self, block: _Block, start: Array) -> Any:
-        """Whether a query of the block may see a key of it, where queries start at `start`."""
+        """Return whether a query of the block may see a key of it, if query 0 is at `start`."""
         factor, offset = self.form.query_places
         first = block.query_start * factor + start
         last = first + (block.num_queries - 1) * factor + offset * (self.num_parts - 1)
@@ -330,12 +337,15 @@ class _Loop:
 def _exp_of_difference(
     logits: Float[Array, "b p g n t s"], of_queries: Float[Array, "b p t g n"]
 ) -> Float[Array, "b p g n t s"]:
-    """`exp(logits - of_queries)`, 0 for what is not seen, also by a query that has seen no key."""
+    """Return `exp(logits - of_queries)`, and 0 where a query does not see a key.
+
+    It is also 0 for a query that has seen no key at all, whose `of_queries` is `_NOT_SEEN`.
+    """
     return jnp.exp(logits - _to_logits(jnp.maximum(of_queries, _NOT_SEEN / 2)))
 
 
 def _product(dims: str, x: Array, y: Array) -> Array:
-    """An einsum, summed in 32 bits or more."""
+    """Compute an einsum of two arrays, summed in 32 bits or more."""
     return jnp.einsum(dims, x, y, preferred_element_type=widened(x.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees, the formula of its logits, and which pairs of blocks are computed."""
+"""Describe which keys a query sees and the formula of logits; find the blocks to compute."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Form:
         scale: factor of the products of queries and keys.
         softcap: the logits x become `softcap * tanh(x / softcap)`; None: as they are.
         before: a query at position i sees keys from `i - before` on; None: from the first on.
-        after: and up to `i + after`; None: up to the last.
-        marks: what `marks` of queries and keys mean. "segments": they must be equal, and not 0;
-            "keys": that of the key must not be 0; None: nothing.
+        after: a query at position i sees keys up to `i + after`; None: up to the last.
+        marks: when a query sees a key by their marks. "segments": both marks are equal, and not 0;
+            "keys": the key's mark is not 0; None: always.
         chunk: the most queries, and keys, of a block.
         query_places: `(factor, offset)`: query x of part p is at position `factor x + offset p`.
         key_places: `(factor, offset)` of keys, likewise.
-        is_ring: whether each part begins with its own keys only, and receives those of the other
+        is_ring: whether each part begins with its own keys only, and receives the keys of other
             parts one after the other.
         split_dim: the dim of `[b, p, ...]` that is split over devices: 1 the parts, 3 the heads.
     """
@@ -45,7 +45,7 @@ class Form:
     def placed(self, x: Array, collective: str | None = None) -> Array:
         """Constrain `x` to be split over devices on `split_dim`, if it has that dim.
 
-        `collective` names the one that moves `x` there; None if `x` is split so already.
+        `collective` names the collective that moves `x` to this split; None if `x` has it already.
         """
         if self.split_dim is None or x.ndim <= self.split_dim:
             return x
@@ -57,17 +57,20 @@ class Form:
 def pairs_of_blocks(
     form: Form, num_queries: int, num_keys: int, num_parts: int, sizes: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of blocks in which all queries see all keys, and those in which some may see some.
+    """Return the pairs of a block of queries and a block of keys to compute, in two groups.
+
+    In pairs of the first group, all queries see all keys; in pairs of the second, some queries may
+    see some keys. Pairs in which no query sees a key are left out.
 
     Args:
         form: which keys are seen.
         num_queries: queries of a part.
         num_keys: keys of a part.
         num_parts: the number of parts. A pair is for the same blocks of all parts.
-        sizes: queries of a block, and keys.
+        sizes: the numbers of queries and of keys of a block.
 
     Returns:
-        Two int32 arrays `[pairs, 2]`: the numbers of the block of queries and of that of keys.
+        Two int32 arrays `[pairs, 2]`: the number of the block of queries, and of the block of keys.
     """
 
     def bounds(places: tuple[int, int], num: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,14 +90,17 @@ def pairs_of_blocks(
 
 
 def some_seen(form: Form, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
-    """Whether some of the queries may see some of the keys, by their distance.
+    """Return whether some query in a range may see some key in another range, by distance.
 
-    Queries and keys are given by the positions of the first and the last.
+    Args:
+        form: which keys are seen.
+        queries: the positions of the first and the last query, as numbers or arrays.
+        keys: the positions of the first and the last key.
     """
     seen = True if form.after is None else keys[0] <= queries[1] + form.after
     return seen if form.before is None else seen & (keys[1] >= queries[0] - form.before)
 
 
 def default_scale(size: int) -> float:
-    """The factor of logits of queries of this size, if none is given."""
+    """Return the default factor of logits, for queries of `size` numbers."""
     return 1 / math.sqrt(size)

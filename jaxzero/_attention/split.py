@@ -1,13 +1,13 @@
-"""Attention where tokens are split over the mesh axis `tokens`, in one of three ways.
+"""Compute attention of tokens that are split over the mesh axis `tokens`, by one of three methods.
 
-    gather    each device has its queries, and gathers the keys and values of all
+    gather    each device has its queries, and gathers the keys and values of all devices
     heads     tokens are exchanged for heads, all-to-all: a device has some heads of all tokens
               (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509)
-    ring      each device has its queries; the keys and values of the others come to it in turn
+    ring      each device has its queries; the keys and values of other devices come to it in turn
 
-All of them are constraints on how arrays are split; the compiler adds the collectives. With a
+A method is a set of constraints on how arrays are split; the compiler adds the collectives. With a
 causal mask or a window, `gather` and `ring` deal out queries to devices in turn, so that the
-queries of each device see about as many keys (`blocks`).
+queries of all devices see about as many keys (`blocks`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def method_for(
     key_bsgk: Shaped[Array, "b s g k"],
     value_bsgv: Shaped[Array, "b s g v"],
 ) -> Method | None:
-    """Choose a method, by heads and bytes; None if tokens are not split, or not evenly.
+    """Choose a method by heads and bytes; return None if tokens are not split, or not evenly.
 
-    "heads" if the devices can share the key-value heads. A device then has all queries of its
-    heads, leaves out what a mask hides, and can call a kernel. Queries are sent too: where many
-    share one key, that is more bytes, and if it is more than twice those of sending keys and values
-    alone, these are sent. "ring" then, so that a device never holds the keys of all tokens; or
-    "gather" if there are not as many keys as queries.
+    "heads" is chosen if the devices can share the key-value heads evenly. A device then has all
+    queries of its heads, leaves out blocks that a mask hides, and can call a kernel. But "heads"
+    sends queries too, which are many bytes if many query heads share a key. If it sends more than
+    twice the bytes of keys and values alone, only these are sent: by "ring", so that a device never
+    holds the keys of all tokens, or by "gather" if there are not as many keys as queries.
     """
     num = num_token_parts()
     if num == 1 or query_bthk.shape[1] % num or key_bsgk.shape[1] % num:
@@ -67,23 +67,26 @@ def attend_split(
     reach: Int[Array, ""] | None = None,
     start: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "b t h"]]:
-    """Attend in blocks, with tokens split over devices.
+    """Compute attention in blocks, with tokens split over devices.
 
     Args:
-        form: which keys are seen. `query_places`, `key_places`, `is_ring` and `split_dim` are set
-            here.
-        method: how queries meet keys; None: all on one device. "ring" does not go with `start`.
+        form: which keys are seen. This function sets `query_places`, `key_places`, `is_ring` and
+            `split_dim` itself.
+        method: how queries meet keys of other devices; None: tokens are not split. "ring" cannot be
+            combined with `start`.
         query_bthk: queries.
         key_bsgk: keys.
         value_bsgv: values.
-        query_marks: segments of the queries, if `form` looks at them.
-        key_marks: marks of the keys.
+        query_marks: the segments of the queries, if `form.marks` is "segments".
+        key_marks: the marks of the keys, if `form.marks` is not None.
         reach: a query at position i sees keys at positions j with `|i - j| < reach`.
-        start: the position of the first query; keys start at 0. None: at 0, known when tracing, so
-            that the loop has no blocks that are hidden; with `start` it passes over them.
+        start: the position of the first query, as an array; keys start at 0. The loop then visits
+            hidden blocks too, and passes over them. None: 0, known when tracing, so that the loop
+            leaves hidden blocks out.
 
     Returns:
-        The mixed values, and the logarithm of the softmax's denominator of each query and head.
+        For each query and head, the weighted sum of values, and the logarithm of the softmax's
+        denominator.
     """
     if method is not None:
         # This also constrains their gradients. Otherwise the compiler would split backward of the
@@ -149,17 +152,17 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
 
 
 def back_to_tokens(x: Array, method: Method | None, moves: bool | None = None) -> Array:
-    """Split what attention returns over tokens, dim 1; unchanged if `method` is None.
+    """Split a result of attention over its tokens, dim 1; return it as it is if `method` is None.
 
-    `moves` says whether it is split otherwise now, by default if heads were exchanged.
+    `moves` says whether the result has another split now. By default it does for "heads".
     """
     if method is None:
         return x
     moves = method == "heads" if moves is None else moves
     if not moves:
         return split_over_tokens(x, 1)
-    # Split by heads first, for backward: there this constraint comes after the exchange, and keeps
-    # the cotangent split by heads. Otherwise the compiler would choose further exchanges.
+    # The inner constraint, to a split by heads, is for backward: there it comes after the exchange,
+    # and keeps the cotangent split by heads. Otherwise the compiler would add exchanges.
     return exchange_over_tokens(split_over_tokens(x, 2), 1, "all-to-all")
 
 
@@ -170,20 +173,22 @@ def attend_heads(
     value: Float[Array, "b s g v"],
     *others: Shaped[Array, ...] | None,
 ) -> Float[Array, "b t h v"]:
-    """Attend over whole rows, each device along `tokens` with some of the heads.
+    """Compute attention over whole rows by a library, on each device for some of the heads.
 
     `attend` runs on the arrays of one device, since the compiler cannot partition a call of a
-    library. Where there are too few key-value heads for all devices, each is copied.
+    library. If there are fewer key-value heads than devices along `tokens`, each is copied to
+    several.
 
     Args:
-        attend: `attend(query, key, value, *others)`.
-        query: queries, whose heads divide by the devices.
+        attend: computes `attend(query, key, value, *others)`.
+        query: queries; the devices must divide their heads.
         key: keys.
         value: values.
-        others: what has a dim of heads, of the size of those of `query` or 1, has it as dim 1.
+        others: further arguments of `attend`, such as a bias. If dim 1 of one has the size of the
+            heads, it is split by heads; otherwise each device gets all of it.
 
     Raises:
-        ValueError: the heads do not divide by the devices.
+        ValueError: the devices do not divide the heads.
     """
     num, heads = num_token_parts(), query.shape[2]
     if heads % num:
@@ -203,7 +208,7 @@ def attend_heads(
 
 
 def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array, "b p u *_"]:
-    """Cut a dim of tokens into parts."""
+    """Cut dim 1 into `num` parts: of consecutive tokens, or of every `num`-th if `in_turn`."""
     if in_turn:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, num, *x.shape[2:]), 2, 1)
     return x.reshape(x.shape[0], num, -1, *x.shape[2:])
@@ -212,7 +217,7 @@ def _parts(x: Shaped[Array, "b t *_"], num: int, in_turn: bool) -> Shaped[Array,
 def _joined(
     x: Shaped[Array, "b p t *_"], num_tokens: int, num: int, in_turn: bool
 ) -> Shaped[Array, "b u *_"]:
-    """Undo `_parts` and `_padded`."""
+    """Undo `_padded` and `_parts`: join the parts to rows of `num_tokens`."""
     x = x[:, :, : num_tokens // num]
     x = jnp.moveaxis(x, 1, 2) if in_turn else x
     return x.reshape(x.shape[0], num_tokens, *x.shape[3:])
@@ -226,7 +231,7 @@ def _padded(x: Shaped[Array, "b p t *_"], chunk: int) -> Shaped[Array, "b p u *_
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _keys_for_each_part(x: Shaped[Array, "b s *_"], num: int) -> Shaped[Array, "b p s *_"]:
-    """All tokens for each part: an all-gather, and for gradients a reduce-scatter."""
+    """Give each part the keys of all tokens, by an all-gather; backward is a reduce-scatter."""
     whole = exchange_over_tokens(x, None, "all-gather")
     copies = jnp.broadcast_to(whole[:, None], (x.shape[0], num, *x.shape[1:]))
     return split_over_tokens(copies, 1)

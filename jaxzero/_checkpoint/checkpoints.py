@@ -41,7 +41,7 @@ _PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
 
 
 class Restored(NamedTuple):
-    """The content of a checkpoint."""
+    """The content of a checkpoint that has been read."""
 
     step: int
     state: dict[str, Any]  # trees with the structure and shardings of `like`
@@ -131,7 +131,7 @@ class Checkpoints:
         """Write a checkpoint.
 
         Args:
-            step: number of the checkpoint. If it exists already, nothing is written.
+            step: number of the checkpoint. If there is one of this number, nothing is written.
             state: trees by name, such as `{"params": ..., "opt_state": ...}`. Process-local
                 arrays must be equal on all processes.
             extra: other values to save, as JSON; with several processes, those of process 0.
@@ -210,7 +210,7 @@ class Checkpoints:
     def _read_together(
         self, folder: Path, like: Mapping[str, Any] | Callable[..., Any]
     ) -> tuple[dict[str, Any], dict[str, Named], dict[str, jax.Array], dict[str, Any]]:
-        """Read `extra`, then the arrays; raise on all processes if any fails. Collective.
+        """Read `extra`, then the arrays; raise on all processes if one of them fails. Collective.
 
         Returns:
             The trees of `like`, their leaves, the arrays that were read, by path, and `extra`.

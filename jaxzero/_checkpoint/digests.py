@@ -29,7 +29,7 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the file
 
 
 class DamagedCheckpoint(UserWarning):
-    """A checkpoint differs from its digests, and an older one is used instead."""
+    """The warning that a checkpoint differs from its digests, and that an older one is used."""
 
 
 class FileRecord(NamedTuple):
@@ -56,7 +56,7 @@ def record_files(
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -75,7 +75,9 @@ def write_records(
 
 
 def find_damage(folder: Path, *, number: int = 0, count: int = 1) -> str | None:
-    """Compare files of a checkpoint with their digests: the share of process `number` of `count`.
+    """Compare files of a checkpoint with their recorded sizes and digests.
+
+    Of `count` processes, process `number` compares its share of the files.
 
     Returns:
         A description of the files that differ; None if all agree.
@@ -107,10 +109,10 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def _read_sizes(folder: Path) -> dict[str, int]:
-    """Read file -> size from `jaxzero.json`.
+    """Read the size of each file from `jaxzero.json`.
 
-    Files that are together far larger than the leaves can need are damage too: otherwise a restore
-    would spend hours on the digest of a file that cannot belong to the checkpoint.
+    If the files are together far larger than the leaves can need, that is damage too: otherwise a
+    restore would spend hours on the digest of a file that cannot belong to the checkpoint.
     """
     try:
         with _opening(folder, DESCRIPTION):
@@ -140,13 +142,13 @@ def max_bytes_of(leaves_bytes: int, num_leaves: int) -> int:
 
 
 def _leaf_bytes(text: str) -> int:
-    """Size of a leaf such as "float32[3,5]", or somewhat more."""
+    """Return the bytes of a leaf that is described as "float32[3,5]", or somewhat more."""
     dims = text.removesuffix("]").partition("[")[2]
     return MAX_ITEM_BYTES * math.prod(int(dim) for dim in dims.split(",") if dim)
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
-    """Read file -> digest from `SHA256SUMS`."""
+    """Read the digest of each file from `SHA256SUMS`."""
     try:
         with _opening(folder, SUMS):
             lines = read_regular(folder / SUMS, MAX_TEXT_BYTES).decode().splitlines()
@@ -178,7 +180,7 @@ def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> N
 
 
 class _Damage(Exception):
-    """What is wrong with a file of a checkpoint."""
+    """Raised for damage; its message says what is wrong with a file of a checkpoint."""
 
 
 @contextlib.contextmanager

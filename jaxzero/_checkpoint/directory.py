@@ -119,7 +119,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 class NoCheckpoint(FileNotFoundError):
-    """No checkpoint was found, as opposed to a file that is missing in the selected checkpoint."""
+    """Raised if there is no checkpoint; not for a file that is missing in one."""
 
 
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:
@@ -131,7 +131,7 @@ def choose(directory: Path, wanted: int | None, seconds: float) -> int:
         seconds: timeout of waiting for other processes.
 
     Raises:
-        NoCheckpoint: there is none.
+        NoCheckpoint: there is no checkpoint, or none of the step `wanted`.
         ValueError: the requested checkpoint is damaged, or all are, now or in an earlier attempt.
         OSError: this process cannot read a file. Nothing is renamed.
         RuntimeError: another process cannot read a file, or does not see the directory.
@@ -181,7 +181,7 @@ def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
 
 
 def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int], list[str]]:
-    """Return steps and damaged checkpoints as process 0 lists them. Collective.
+    """Return the steps and the names of damaged checkpoints, as process 0 lists them. Collective.
 
     On a shared file system other processes may see changes later.
     """
@@ -192,7 +192,7 @@ def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
-    """Return whether a checkpoint exists, and a description of its damage or None. Collective."""
+    """Return if a checkpoint exists, and a description of its damage or None. Collective."""
     with all_succeed(name, seconds) as facts:  # an error is not evidence of damage
         share = {"number": jax.process_index(), "count": jax.process_count()}
         facts["problem"] = find_damage(folder, **share)

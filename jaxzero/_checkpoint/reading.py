@@ -1,7 +1,7 @@
-"""Read the arrays of a checkpoint with Orbax, after a look at the files that it will open.
+"""Read the arrays of a checkpoint with Orbax, after checking the files that Orbax will open.
 
-Orbax opens files by name and reads some of them at once. A pipe in the place of one would block it
-where Ctrl-C has no effect, and a file of a terabyte would take all memory.
+Orbax opens files by name and reads some of them in full. A pipe in the place of a file would block
+it where Ctrl-C has no effect, and a file of a terabyte would take all memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DATA = "d"  # folders of OCDBT, which hold the arrays in parts that are read as
 
 
 def read_arrays(folder: Path, named: Mapping[str, Named], zero: Zero) -> dict[str, jax.Array]:
-    """Read the leaves that have elements, in the shardings of `target`.
+    """Read the leaves that have elements, in the shardings that `stored_leaves.target` gives.
 
     Raises:
         ValueError: leaves, shapes or dtypes differ from `named`; or a file is missing, is no
@@ -55,8 +55,9 @@ def read_extra(folder: Path) -> dict[str, Any]:
     """Read the values that were saved beside the arrays.
 
     Raises:
-        ValueError: the file is missing, is no regular file, is too large, or is no JSON object.
-        OSError: it cannot be read.
+        ValueError: their file is missing, is not a regular file, is too large, or holds no JSON
+            object.
+        OSError: the file cannot be read.
     """
     with _naming(folder):
         extra = json.loads(read_regular(folder / EXTRA / "metadata", MAX_TEXT_BYTES))
@@ -66,7 +67,7 @@ def read_extra(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, named: Mapping[str, Named]) -> None:
-    """Check that files are regular, and not larger than these leaves can make them."""
+    """Raise unless all files are regular, and not larger than the leaves `named` can make them."""
     leaves = [entry.leaf for entry in named.values()]
     num_bytes = sum(MAX_ITEM_BYTES * math.prod(leaf.shape) for leaf in leaves)
     bound, total = max_bytes_of(num_bytes, len(leaves)), 0
@@ -82,7 +83,7 @@ def _check_files(folder: Path, named: Mapping[str, Named]) -> None:
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Turn errors about content in the body into one that names the checkpoint."""
+    """Turn errors in the body about the content of files into one that names the checkpoint."""
     try:
         yield
     except _OF_CONTENT as error:

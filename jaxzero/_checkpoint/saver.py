@@ -36,7 +36,7 @@ STATE, EXTRA = "state", "extra"
 
 
 class Content(NamedTuple):
-    """Content of a checkpoint. Only the arrays are on devices."""
+    """The content of a checkpoint to save; only the arrays are on devices."""
 
     arrays: Mapping[str, Any]  # by path, without padding
     extra: str  # JSON
@@ -44,7 +44,7 @@ class Content(NamedTuple):
 
 
 class Saver:
-    """Saves one checkpoint at a time to a directory, and keeps the newest `keep`.
+    """Saves checkpoints to a directory, one at a time, and keeps the newest `keep` of them.
 
     `seconds` is the timeout of a save, and of waiting for other processes.
     """

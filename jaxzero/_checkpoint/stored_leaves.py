@@ -32,14 +32,14 @@ from .._zero import Zero, auto_mesh, check_host_bytes, pad_leaf, run_automatic
 
 
 class Named(NamedTuple):
-    """A leaf of the state."""
+    """A leaf of the state: its layout, and its array or struct."""
 
     leaf: LeafSpec  # its shape on disk, dtype and layout
     value: Any  # an array, or its abstract shape and sharding
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no elements; Orbax does not store such arrays."""
+        """True if the leaf has no elements; Orbax does not store such arrays."""
         return 0 in self.leaf.shape
 
     @property
@@ -84,7 +84,7 @@ def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
 
 
 def _name(key: str, path: str) -> str:
-    """The name of a leaf: the key of its tree, then its path in it; "." is the path of a root."""
+    """Return the name of a leaf: the key of its tree, then its path, which is "." for a root."""
     return key if path == "." else f"{key}.{path}"
 
 
@@ -121,7 +121,7 @@ def _leaves(key: str, tree: Any, zero: Zero) -> list[tuple[LeafSpec, Any]]:
 
 
 def check_fits_jax(named: Mapping[str, Named]) -> None:
-    """Raise `ValueError` for a NumPy array that loses its values in the dtype JAX has for it.
+    """Raise `ValueError` if a NumPy array has values that do not fit the dtype JAX has for it.
 
     Without `jax_enable_x64`, `restore` would return integers of 64 bits modulo 2^32, and large
     floats as infinity. Digits of floats are rounded, as everywhere in JAX.
@@ -167,7 +167,7 @@ def true_array(named: Named, zero: Zero) -> Any:
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
-    """Return path -> digest of process-local arrays, of which process 0 writes its copy."""
+    """Return path -> digest of each process-local array; process 0 writes its copy of them."""
     own = {name: _own_array(entry) for name, entry in named.items()}
     return {
         name: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
@@ -177,14 +177,14 @@ def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
 
 
 def _own_array(named: Named) -> np.ndarray | None:
-    """Return the leaf as a host array if it is local to one of several processes, else None."""
+    """Return a leaf as a host array if it is local to this process of several; otherwise None."""
     x = jax.random.key_data(named.value) if named.is_key else named.value
     is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
     return None if jax.process_count() == 1 or is_shared else np.asarray(x)
 
 
 def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and sharding for reading a leaf.
+    """Return the shape, dtype and sharding in which a leaf is read.
 
     A leaf without padding is read directly into the requested sharding.
     """
@@ -199,7 +199,7 @@ def target(named: Named, zero: Zero) -> jax.ShapeDtypeStruct:
 
 
 def check_room(named: Mapping[str, Named], zero: Zero) -> None:
-    """Raise `MemoryError` if the host lacks memory for the leaves that are read into it."""
+    """Raise `MemoryError` if the host lacks memory for the leaves that go to host memory."""
     targets = [target(entry, zero) for entry in named.values() if in_host(entry.value)]
     sizes = (
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(zero.mesh.local_devices)
@@ -209,9 +209,10 @@ def check_room(named: Mapping[str, Named], zero: Zero) -> None:
 
 
 def _in_memory_of(x: Any, sharding: NamedSharding) -> NamedSharding:
-    """The sharding, in host memory if `x` is there.
+    """Return the sharding with the memory of `x`: host memory if `x` is in host memory.
 
-    All offloaded leaves together may not fit into device memory, where they are padded one by one.
+    Offloaded leaves are read into host memory, since all of them may not fit into device memory.
+    They are padded in device memory, one by one.
     """
     return sharding.with_memory_kind(HOST) if in_host(x) else sharding
 
@@ -229,7 +230,7 @@ def _even_sharding(leaf: LeafSpec, zero: Zero) -> NamedSharding:
 
 
 def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
-    """Pad an array that was read, and reshard it like the requested one.
+    """Pad the array `x` that was read for a leaf, and reshard it as the leaf was requested.
 
     `x` is None for a leaf without elements, of which nothing is stored.
     """
@@ -246,7 +247,7 @@ def stored_array(named: Named, x: jax.Array | None, zero: Zero) -> jax.Array:
 def check_same_leaves(
     named: Mapping[str, Named], saved: Mapping[str, tuple[tuple[int, ...], Any]], folder: Path
 ) -> None:
-    """Raise `ValueError` unless a checkpoint has these leaves, with equal shapes and dtypes."""
+    """Raise `ValueError` unless a checkpoint has the leaves `named`, of equal shapes and dtypes."""
     wanted = {name: entry.leaf for name, entry in named.items() if not entry.is_empty}
     for name, leaf in wanted.items():
         if name not in saved:

@@ -1,6 +1,7 @@
-"""Choose how to train a model on a cluster: enumerate, bound, compile for absent devices, rank.
+"""Choose how to train a model on a cluster, without the cluster.
 
-In: a loss, shapes, and a `Cluster`. Out: `Plans`. Nothing is run.
+In: a loss, shapes, and a `Cluster`. Out: `Plans`. Candidate plans are enumerated, bounded by
+arithmetic, compiled for the absent devices, and ranked. Nothing is run.
 """
 
 from .bounder import Bounder as Bounder

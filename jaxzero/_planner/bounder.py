@@ -1,6 +1,6 @@
-"""Trace candidates, and compute lower bounds of their memory and time.
+"""Trace candidate plans, and compute lower bounds of their memory and time.
 
-Candidates with local steps that differ only in how nodes exchange share one trace of the step.
+Candidates whose local steps differ only in how nodes exchange parameters share one trace.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be tr
 
 
 class UnsplitTokens(NotImplementedError):
-    """A form of the loss that splits no tokens, so that devices cannot share its rows."""
+    """Raised for a form of the loss that splits no tokens, so that devices cannot share a row."""
 
 
 def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
-    """A note for each reason why plans cannot be traced.
+    """Return notes for the user: one for each reason why plans cannot be traced.
 
     Args:
-        untraced: `(name of a plan, reason)`.
+        untraced: `(name of the plan, reason)` for each plan that cannot be traced.
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in untraced:
@@ -49,7 +49,7 @@ def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _traced_alike(candidate: Candidate) -> Any:
-    """A key, equal for candidates whose layers keep the same activations for backward."""
+    """Return a key that is equal for candidates whose layers keep the same activations."""
     stage = candidate.config.stage
     is_of_node = candidate.local_steps is not None
     split = candidate.stages, candidate.tokens
@@ -57,26 +57,29 @@ def _traced_alike(candidate: Candidate) -> Any:
 
 
 def _runs(candidate: Candidate) -> float:
-    """How many times a device runs as many layers as the model has, in all ticks of a step."""
+    """Return how many layers a device runs in a step, divided by the layers of the model.
+
+    With `S` stages it runs an `S`-th of the layers in each of `m + S - 1` ticks.
+    """
     return (candidate.microbatches + candidate.stages - 1) / candidate.stages
 
 
 @dataclasses.dataclass
 class Bounder:
-    """Computes bounds of candidates.
+    """Computes lower bounds of candidates, and keeps what candidates have in common.
 
     Attributes:
         job: what is trained.
         cluster: the devices and links.
-        is_absent: whether programs are compiled for the devices, which are not here; otherwise
-            the devices are simulated.
+        is_absent: whether candidates are traced on a mesh of absent devices, for which XLA can
+            compile; otherwise on a mesh of simulated devices.
     """
 
     job: Job
     cluster: Cluster
     is_absent: bool
     _flops: dict[Any, float] = dataclasses.field(default_factory=dict)  # of a device, by loss
-    # For each step that nodes take by themselves, its bounds and the bytes of its gradients.
+    # For each program of one node's step, its bounds and the bytes of its gradients.
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
     _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
@@ -84,10 +87,10 @@ class Bounder:
     _frontiers: dict[Any, tuple[Point, ...]] = dataclasses.field(default_factory=dict)
 
     def bounds(self, candidate: Candidate) -> Bounds | RoundBounds:
-        """The bounds of a candidate.
+        """Return the bounds of a candidate; with local steps, those of a step in a round.
 
         Raises:
-            NotImplementedError, ValueError: it cannot be traced.
+            NotImplementedError, ValueError: the candidate cannot be traced.
         """
         if candidate.axes:
             return self._with_axes(candidate)
@@ -97,7 +100,7 @@ class Bounder:
         step, _ = candidate.program
         if step not in self._nodes:
             self._nodes[step] = self._of_step(candidate)
-        of_round = candidate.config.stage, candidate.local_steps  # what its arrays depend on
+        of_round = candidate.config.stage, candidate.local_steps  # the costs depend on these alone
         if of_round not in self._costs:
             mesh, rates = self._mesh(self.cluster), self.cluster.rates
             self._costs[of_round] = round_cost(self.job, candidate, mesh, rates)
@@ -106,17 +109,17 @@ class Bounder:
     def with_budgets(
         self, candidate: Candidate, bounds: Bounds | RoundBounds
     ) -> Iterator[tuple[Candidate, Bounds | RoundBounds]]:
-        """Yield a candidate with each budget of activations, and its bounds under the budget.
+        """Yield copies of a candidate with one budget of activations each, and their bounds.
 
         Args:
             candidate: the candidate, without a budget.
-            bounds: what `bounds` returned for it.
+            bounds: what `bounds` returned for `candidate`.
         """
         key = _traced_alike(candidate)
         if key not in self._frontiers:
             chosen = self._plans.pop(key).activations
             self._frontiers[key] = chosen.frontier() if chosen else ()
-        # `Point.seconds` are those of one micro-batch, at the default rates.
+        # `Point.seconds` is for one micro-batch, at the default rates.
         runs = _runs(candidate) * Rates().flops / self.cluster.rates.flops
         for budgeted, point in with_budgets(candidate, self._frontiers[key]):
             of_step = point._replace(seconds=point.seconds * runs)
@@ -127,9 +130,10 @@ class Bounder:
                 yield budgeted, dataclasses.replace(bounds, activations=of_step)
 
     def _with_axes(self, candidate: Candidate) -> Bounds:
-        """The bounds of a candidate with stages, or with tokens split over devices.
+        """Return the bounds of a candidate with stages, or with tokens split over devices.
 
-        If a form of the loss cannot be traced with these axes, it is not traced with them again.
+        If a form of the loss cannot be traced with these axes, the error is kept, and raised again
+        for other candidates of this form and axes.
         """
         key = (*candidate.axes, candidate.loss)
         if (error := self._refused.get(key)) is not None:
@@ -142,12 +146,12 @@ class Bounder:
             raise
 
     def _of_step(self, candidate: Candidate) -> tuple[Bounds, int]:
-        """The bounds of a candidate's program, and the bytes of its gradients."""
+        """Return the bounds of a candidate's program, and the bytes of a device's gradients."""
         work, gradients = self.work(candidate)
         return work.bounds(placed(self.job, self.cluster, candidate)[1].rates), gradients
 
     def work(self, candidate: Candidate) -> tuple[Work, int]:
-        """The work of a candidate's program, and the bytes of its gradients."""
+        """Return the work of a candidate's program, and the bytes of a device's gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
         shapes = Shapes.of(job, candidate, self._mesh(cluster, **candidate.axes))
         report, plan = shapes.report(job, candidate)
@@ -172,7 +176,10 @@ class Bounder:
         return work, report.device_bytes("gradients")
 
     def _check_rounds(self, candidate: Candidate) -> None:
-        """Raise what local steps raise for the candidate's loss, which is traced once for all."""
+        """Raise the error with which local steps refuse the candidate's loss, if they do.
+
+        Each form of the loss is traced once, for all candidates.
+        """
         key = "rounds", candidate.loss
         if key not in self._refused:
             self._refused[key] = None

@@ -1,4 +1,4 @@
-"""Lower bounds of a candidate's memory and time, by arithmetic: nothing is compiled."""
+"""Compute lower bounds of a candidate's memory and time by arithmetic; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of a step on one device.
+    """Lower bounds of the time and memory of a step on one device.
 
     Attributes:
         memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
-        host_memory: bytes of these arrays in host memory.
-        compute: seconds of its matrix products.
-        node: seconds in which its bytes enter its node.
-        local: seconds in which its bytes enter the device.
-        update: seconds of the optimizer's update, which reads and writes all of these, and gathers
-            parameters where the optimizer state is split and they are not.
-        node_bytes: bytes that enter a node, those of the update too.
+        host_memory: bytes of parameters, gradients and optimizer state in host memory.
+        compute: seconds of the matrix products.
+        node: seconds in which the step's bytes enter a node.
+        local: seconds in which the step's bytes enter the device.
+        update: seconds of the optimizer's update. It reads gradients, and reads and writes
+            parameters and optimizer state. In stages 1 and 2 it also gathers the parameters.
+        node_bytes: bytes that enter a node, in gradients and update together.
         host_bytes: bytes between device and host, both ways.
-        full_gradients: bytes of the gradients of all parameters, if they are not split.
-        activations: under a budget of activations, the bytes that are kept, and the seconds to
-            repeat the other operations in all micro-batches; None: no budget.
+        full_gradients: bytes of the gradients of all parameters, as if they were not split.
+        activations: under a budget of activations, the bytes that are kept, and the seconds in
+            which all micro-batches repeat the operations whose results are not; None: no budget.
     """
 
     memory: int
@@ -45,45 +45,50 @@ class Bounds:
 
     @property
     def gradients(self) -> float:
-        """Seconds of the gradients, if everything overlapped."""
+        """Seconds of the gradients, if computing and both kinds of links overlapped in full."""
         return max(self.compute, self.node, self.local)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, if everything but the update overlapped."""
+        """Seconds of a step: of the gradients, with full overlap, and then of the update."""
         return self.gradients + self.update
 
     def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
-        """Seconds of a step, and those of it that a device waits for links.
+        """Predict a step from its gradients: return its seconds, and how many a device waits.
 
         Args:
-            gradients: seconds of the program of the gradients; a number, or an array of draws.
+            gradients: seconds of the program of the gradients; a number, or an array of draws, as
+                then the result is.
             waited: seconds of `gradients` in which a device waits for links.
         """
         return gradients + self.update, waited
 
     def with_temporaries(self, num_bytes: Any) -> Any:
-        """Bytes held by one device, where the gradients' program has temporaries of `num_bytes`."""
+        """Return the bytes that a device holds, with `num_bytes` of temporaries of the gradients.
+
+        `num_bytes` is an int or an array, and so is the result.
+        """
         return self.memory + num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step holds, computes and moves on one device, whatever the rates.
+    """Operations and bytes of a step on one device; `bounds` divides them by rates.
 
     Attributes:
         memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
         host_memory: bytes of these arrays in host memory.
-        flops: operations of its matrix products.
-        node_bytes: bytes that enter its node.
-        received: bytes that it receives.
-        updated: bytes of its memory that the optimizer's update reads and writes.
+        flops: operations of the device's matrix products.
+        node_bytes: bytes that enter the device's node.
+        received: bytes that the device receives.
+        updated: bytes of device memory that the optimizer's update reads and writes.
         host_read: bytes of host memory that the update reads.
         host_written: bytes of host memory that the update writes.
         host_bytes: bytes between device and host in a step, both ways.
-        full_gradients: bytes of the gradients of all parameters, if they are not split.
-        gathered_between: bytes of parameters that enter its node after the update.
-        gathered_inside: bytes of parameters that it receives from its node after the update.
+        full_gradients: bytes of the gradients of all parameters, as if they were not split.
+        gathered_between: bytes of parameters that enter the node after the update.
+        gathered_inside: bytes of parameters that the device receives from its node after the
+            update.
     """
 
     memory: int
@@ -103,11 +108,11 @@ class Work:
     def of(
         cls, report: Report, wire_state: Any, flops: float, cluster: Cluster, stage: int
     ) -> Work:
-        """The work of a candidate.
+        """Return the work of a candidate.
 
         Args:
             report: the report of the candidate's arrays and of its plan.
-            wire_state: its wire state, as structs; None if it needs none.
+            wire_state: the candidate's wire state, as structs; None if it needs none.
             flops: operations of all matrix products of a step, over all devices.
             cluster: the devices.
             stage: the ZeRO stage of the candidate's config.
@@ -138,7 +143,7 @@ class Work:
         )
 
     def bounds(self, rates: Rates) -> Bounds:
-        """The bounds of a candidate with this work."""
+        """Return the lower bounds of a step with this work, on devices and links of given rates."""
         return Bounds(
             memory=self.memory,
             host_memory=self.host_memory,

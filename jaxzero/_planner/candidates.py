@@ -1,7 +1,7 @@
-"""The plans that are compared.
+"""Enumerate the candidate plans that a search compares.
 
-Presets, stages, tokens split over devices, micro-batches, offload, forms of the loss, and budgets
-of activations.
+They combine presets, pipeline stages, devices that share a row's tokens, numbers of micro-batches,
+offload, forms of the loss, and budgets of activations.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Candidate:
 
     Attributes:
         preset: the name of a preset, such as "zeropp"; with stages also their number, as in "zero3
-            in 2 stages". Schedule, offload and activations may differ from it.
-        config: the config.
+            in 2 stages".
+        config: the preset's config, with the candidate's schedule, offload and activations.
         microbatches: the number of micro-batches, for `zero.value_and_grad`.
         loss: the name of the form of the loss; "" if there is only one.
         offload: "", "optimizer" or "all": what lies in host memory.
@@ -72,26 +72,26 @@ class Candidate:
 
     @property
     def family(self) -> tuple[str, str, LocalSteps | None, int | None, int]:
-        """Equal for plans that differ only in prefetch, offload and the number of micro-batches."""
+        """A key, equal for plans that differ only in prefetch, offload or micro-batches."""
         return self.preset, self.loss, self.local_steps, self.activation_budget, self.tokens
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes beside `node` and `local`, for `make_mesh`; those of 1 are left out."""
+        """Sizes of the mesh axes `stages` and `tokens`, as `make_mesh` takes them, if above 1."""
         sizes = {"stages": self.stages, "tokens": self.tokens}
         return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def activation_budget(self) -> int | None:
-        """The budget of activations; None: what the loss keeps."""
+        """Bytes of activations that a device may keep; None: all that the loss keeps."""
         return self.config.activations.budget_bytes if self.config.activations else None
 
     @property
     def program(self) -> tuple[Candidate, bool]:
         """A key, equal for candidates whose programs of the gradients are equal by construction.
 
-        The step of a node that trains by itself is the same program however nodes exchange. The
-        optimizer state is not in it, so it may lie anywhere.
+        How nodes exchange parameters in local steps does not change the program of a node's step.
+        Nor does the place of the optimizer state, which the program does not read.
         """
         offload = self.offload if self.has_host_arrays else ""
         config = dataclasses.replace(self.config, offload=_OFFLOAD[offload])
@@ -105,7 +105,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """All choices in a few words."""
+        """All choices of the candidate in a few words, for tables and messages."""
         words = [self.preset]
         if self.config.stage == 3:
             words.append(f"prefetch {self.config.schedule.prefetch}")
@@ -123,7 +123,7 @@ class Candidate:
 
     @property
     def code(self) -> str:
-        """The config as Python, where `jz` is `jaxzero`."""
+        """The config as a Python expression, where `jz` is `jaxzero`."""
         name = self.preset.partition(" in ")[0]
         base, code = _PRESETS[name](), _CODE.get(name, f"jz.{name}()")
         fields = ((x.name, getattr(self.config, x.name)) for x in dataclasses.fields(base))
@@ -149,16 +149,16 @@ def enumerate_candidates(
     layers: Layers | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[Candidate]:
-    """All plans for a cluster.
+    """Yield all candidate plans for a cluster.
 
     Args:
-        cluster: with one node, presets that differ between nodes only are left out; without host
-            memory, so is offload.
+        cluster: the devices and links. With one node there are no presets that need several;
+            without host memory there is no offload.
         losses: names of the forms of the loss.
-        microbatches: numbers of them.
+        microbatches: the numbers of micro-batches to try.
         quantized: whether weights and gradients may travel in 4 and 8 bits.
-        local_steps: ways of local steps to compare too; with each of them all plans for one node,
-            without offload.
+        local_steps: ways of local steps to compare too, each with all plans for one node that have
+            no offload.
         layers: the path of the stacks that pipeline stages may divide; None: no stages.
         tokens: for each number of devices that may share a row, the numbers of micro-batches.
     """
@@ -188,20 +188,21 @@ def enumerate_candidates(
 def microbatches_by_tokens(
     num_rows: int, cluster: Cluster, microbatches: Sequence[int]
 ) -> dict[int, list[int]]:
-    """For each number of devices that may share a row, the numbers of micro-batches to try.
+    """Return the numbers of micro-batches to try, by number of devices that share a row.
 
-    With `t` devices to a row, each group of `t` devices has `t` times the rows that a device would
-    have, so a device holds as many activations as without the axis, and exchanges keys and values
-    too. So each number `k` of micro-batches is tried with the least `t` for which `k` divides the
-    rows of a group.
+    If `t` devices share each row, a group of `t` devices has `t` times the rows of one device. So a
+    device holds as many activations as if it had whole rows, and it has to exchange keys and values
+    too. Therefore each number `k` of micro-batches is tried with one `t` only: the least for which
+    `k` divides the rows of a group.
 
     Args:
         num_rows: rows of the batch, over all devices.
         cluster: the devices; those that share a row are of one node.
-        microbatches: all numbers of them to try.
+        microbatches: all numbers of micro-batches to try.
 
     Returns:
-        By number of devices, 1 included; those without a number of micro-batches are left out.
+        For each number `t` of devices, 1 included, the numbers of micro-batches that are tried with
+        it. A `t` with none is left out.
     """
     by_tokens: dict[int, list[int]] = {}
     for k in microbatches:
@@ -219,11 +220,11 @@ def _with_stages(
     quantized: bool,
     layers: Layers,
 ) -> Iterator[Candidate]:
-    """Plans with pipeline stages. The nodes of one pipeline stage split its layers by ZeRO stage 3.
+    """Yield plans with pipeline stages; the nodes of one stage split its layers by ZeRO stage 3.
 
-    A device of `S` stages computes with `S` times as many rows, so with `S k` micro-batches each
-    has as many rows as one of `k` without stages. If 1 is the only `k`, the loss may be no mean
-    over its rows, and there are no such plans.
+    With `S` stages, a device computes with `S` times as many rows. So with `S k` micro-batches, a
+    micro-batch has as many rows as one of `k` has without stages. If `microbatches` is `(1,)`, the
+    loss may not be a mean over its rows, and no plan is yielded.
     """
     if max(microbatches, default=1) == 1:
         return
@@ -248,10 +249,14 @@ def _with_stages(
 def with_budgets(
     candidate: Candidate, frontier: Sequence[Point]
 ) -> Iterator[tuple[Candidate, Point]]:
-    """Yield a plan with each budget of a frontier, the least first, and the point of each.
+    """Yield a plan with each budget of activations in turn, and the point of that budget.
 
-    Leaving out prefetch saves the memory of one layer's weights. That is worth a try only together
-    with the least budget.
+    A plan without prefetch, which saves the memory of one layer's weights, gets the least budget
+    only.
+
+    Args:
+        candidate: the plan, without a budget.
+        frontier: points of bytes that are kept and seconds to repeat the rest, least bytes first.
     """
     for i, point in enumerate(frontier if candidate.config.schedule.prefetch else frontier[:1]):
         budget = Activations(budget_bytes=point.num_bytes if i else 0)  # 0: the least there is
@@ -265,15 +270,16 @@ def tells_more(
     known: Collection[Candidate],
     losses: Set[str],
 ) -> bool:
-    """Whether a plan should be compiled at the same time as `chosen`.
+    """Return True if a plan is worth compiling at the same time as `chosen`.
 
-    It should not if its program is among theirs. Nor should it while some form of the loss has no
-    compiled program and this plan's form has one: the other form is compiled first.
+    It is not if one of `chosen` has the same program. Beside other plans, it also is not while its
+    form of the loss is that of a known or chosen plan, and another form has no such plan yet:
+    the other form is compiled first.
 
     Args:
         candidate: the plan.
         chosen: plans that will be compiled at the same time.
-        known: plans whose programs are compiled.
+        known: plans whose programs have been compiled.
         losses: the forms of the loss of all plans that may be chosen.
     """
     if candidate.program in {x.program for x in chosen}:

@@ -1,4 +1,4 @@
-"""Devices and clusters that plans are made for: rates, links, memory."""
+"""Describe the devices and clusters that plans are made for: their rates, links and memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Device:
     Attributes:
         name: shown in tables.
         flops: operations in 16-bit matrix products that a program reaches.
-        memory_bandwidth: bytes of its own memory that a program reaches.
-        memory: bytes of its memory.
-        local_link: bytes that it receives from other devices of the node.
-        host_link: bytes between its memory and the host's, each way.
+        memory_bandwidth: bytes of device memory that a program reads or writes.
+        memory: bytes of device memory.
+        local_link: bytes that the device receives from other devices of its node.
+        host_link: bytes between device memory and host memory, each way.
         target: the GPU that programs are compiled for: "a100", "h100", "h200" or "b200"; None if
             there is no compiler for it here, so that plans are ranked by bounds alone.
     """
@@ -56,7 +56,7 @@ def _gpu(
     host: float,
     has_compiler: bool = True,
 ) -> Device:
-    """A GPU by its data sheet: rates per second, of which programs reach a part, and bytes."""
+    """Return a GPU's `Device`, with the part of each rate of its data sheet that programs reach."""
     return Device(
         name=name,
         flops=0.71 * flops,
@@ -142,10 +142,11 @@ class Cluster:
 
     @classmethod
     def measured(cls, mesh: Mesh) -> Cluster:
-        """The cluster that the devices of a mesh form, with rates measured by short programs.
+        """Return the cluster that the devices of a mesh form, with rates that short programs reach.
 
-        All processes of the mesh must call it. It takes a few seconds. For A100s, H100s, H200s and
-        B200s plans are then compiled; for other devices they are ranked by bounds alone.
+        All processes of the mesh must call it. It takes a few seconds. `tune` compiles plans for
+        the result if the devices are A100s, H100s, H200s or B200s. For others it ranks plans by
+        bounds alone.
 
         Args:
             mesh: with the axes `node` and `local`, as from `jz.make_mesh`.
@@ -173,16 +174,16 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[Device, ...]:
-        """The device of each node."""
+        """The kind of device of each node."""
         each = self.device if isinstance(self.device, tuple) else (self.device,) * self.nodes
         return tuple(x if isinstance(x, Device) else DEVICES[x] for x in each)
 
     @property
     def kind(self) -> Device:
-        """The device of all nodes.
+        """The kind of device that all nodes have.
 
         Raises:
-            NotImplementedError: nodes have different ones.
+            NotImplementedError: nodes have different kinds of devices.
         """
         first, *others = self.kinds
         if any(x != first for x in others):
@@ -194,13 +195,14 @@ class Cluster:
         return first
 
     def shares(self, microbatches: int) -> tuple[int, ...]:
-        """Shares of the nodes in a batch, in proportion to their `flops`, as small integers.
+        """Return each node's share of a batch, in proportion to its `flops`, as small integers.
 
-        All nodes wait for the slowest at the end of a step. So the shares are those with which the
-        nodes compute most rows a second, as far as whole micro-batches allow.
+        All nodes wait for the slowest at the end of a step. The chosen shares are those with which
+        the nodes together compute most rows a second, if each computes whole micro-batches.
 
         Args:
-            microbatches: the number for a device of the fastest node. The largest share divides it.
+            microbatches: the number of micro-batches of a device of the fastest node. The largest
+                share divides it.
 
         Returns:
             A share for each node, for `zero.value_and_grad(..., shares=)` and `jz.pad_batch`.
@@ -244,7 +246,7 @@ class Cluster:
 
     @property
     def one_node(self) -> Cluster:
-        """The cluster that one node forms by itself."""
+        """The same cluster with one node only."""
         return dataclasses.replace(self, nodes=1, device=self.kind)
 
     @property

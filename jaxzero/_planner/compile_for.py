@@ -26,21 +26,21 @@ def compile_for(
 
     XLA's scheduler decides from durations which collective to start when, and what to compute
     meanwhile. Before JAX 0.11, `jz.compiler_options` switches on XLA's own model of the hardware.
-    Later versions crash with it, so there XLA guesses. Here a cost model predicts the duration of
-    each instruction of the first program from the rates of `cluster`, and the second compilation
-    reads them as XLA reads a profile (profile-guided latency estimation). Results are the same, up
-    to what XLA rounds differently in another schedule.
+    Later versions crash with that model, so there XLA guesses. This function predicts the duration
+    of each instruction of the first program from the rates of `cluster`. The second compilation
+    reads the durations as XLA reads a profile (profile-guided latency estimation). The program's
+    results are the same, up to what XLA rounds differently in another schedule.
 
     It takes twice the time of a compilation. JAX's persistent cache finds the first program only:
     the second is stored under a new key at each call. Where the program can be run, JAX can measure
     durations instead of predicting them (`jax_enable_pgle`).
 
-    With several processes, all must compile the same program, as each predicts durations from its
-    own. That has been tried with one process only.
+    With several processes, all must compile the same program, since each predicts durations from
+    the program that it compiled. This function has been tried with one process only.
 
     Args:
         lowered: from `jax.jit(...).lower(...)`, for the GPUs of a mesh, present or absent.
-        cluster: whose rates are used. Its nodes and devices are those of the mesh.
+        cluster: the mesh's devices, with the rates that durations are predicted from.
         compiler_options: as for `lowered.compile`, such as `jz.compiler_options("cuda")`, if
             `jax.jit` was given none.
 

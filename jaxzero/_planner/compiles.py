@@ -1,12 +1,14 @@
 """Compile a candidate's step for absent devices, and keep on disk what the prediction needs.
 
-Only the schedule and the memory of a compiled program are read; nothing is run. A full compile
-leaves out autotuning alone, for which there is no device. A proxy also leaves out the fusion of
-softmax and RMS norm into Triton kernels, about half of a compile: steps get longer by about the
-same share in all plans, and memory stays almost the same.
+Only the schedule and the memory of a compiled program are read; nothing is run. So a full compile
+leaves out autotuning, for which there is no device, and LLVM's optimization of kernels. A proxy
+also leaves out the fusion of softmax and RMS norm into Triton kernels, which takes about half of a
+compile. Without it, steps get longer by about the same share in all plans, and memory stays almost
+the same.
 
-XLA compiles kernels too, though they never run. It keeps them in a file, and finds many of them
-there when it compiles the next program. Compiles that run at the same time use different files.
+XLA compiles the kernels too, though they never run. It keeps compiled kernels in a file, and takes
+many from there when it compiles the next program. Compiles that run at the same time use different
+files.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ _PROXY = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program of the gradients, as text, and its memory.
+    """The text of a compiled program of the gradients, and the memory that it needs.
 
     Attributes:
         text: its scheduled HLO.
         temporary: bytes of temporaries in the device's memory.
         host_temporary: bytes of temporaries in host memory.
-        seconds_to_compile: 0 if it was on disk.
+        seconds_to_compile: how long the compile took; 0 if the program was read from disk.
     """
 
     text: str
@@ -60,13 +62,13 @@ class Compiled:
     seconds_to_compile: float
 
     def timeline(self, rates: Rates) -> Timeline:
-        """The predicted times of the program's instructions, with these rates."""
+        """Predict when each instruction of the program runs, by the rates of devices and links."""
         return timeline(self.text, rates)
 
 
 @runtime_checkable
 class Compiles(Protocol):
-    """The methods of `Compiler` that the search calls."""
+    """What `Search` needs of a compiler: the methods of `Compiler` that it calls."""
 
     def key(self, candidate: Candidate) -> str: ...
 
@@ -74,12 +76,12 @@ class Compiles(Protocol):
 
 
 class Compiler:
-    """Compiles candidates for the devices of a cluster, and remembers them on disk.
+    """Compiles candidates' programs for the devices of a cluster, and keeps the results on disk.
 
     Args:
         job: what is trained.
-        cluster: absent devices, whose `Device.target` is not None.
-        folder: where compiled programs are kept; None: nowhere.
+        cluster: the absent devices, whose `Device.target` is not None.
+        folder: where results are kept; None: nowhere.
     """
 
     def __init__(self, job: Job, cluster: Cluster, folder: Path | None):
@@ -96,11 +98,11 @@ class Compiler:
             self._kernel_files.put(str(scratch / f"kernels-{number}"))
 
     def key(self, candidate: Candidate) -> str:
-        """A hash of the lowered program: equal for candidates whose programs are equal."""
+        """Return a hash of the lowered program, equal for candidates whose programs are equal."""
         return hashlib.sha256(self._lowered(candidate).as_text().encode()).hexdigest()
 
     def file_name(self, candidate: Candidate, *, is_proxy: bool) -> str:
-        """A hash of all that the compiled program depends on."""
+        """Return the name under which a result is kept: a hash of all that it depends on."""
         options = _options(candidate, is_proxy)
         versions = {name: _version(name) for name in _PACKAGES}
         _, cluster = placed(self._job, self._cluster, candidate)
@@ -109,7 +111,10 @@ class Compiler:
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def _step(self, candidate: Candidate) -> Any:
-        """The step that a candidate's nodes run, and its arguments."""
+        """Return the jitted function of a candidate's gradients, with all of its arguments.
+
+        They are a tuple of positional arguments and a dict of keyword arguments, as structs.
+        """
         job, cluster = placed(self._job, self._cluster, candidate)
         shapes = Shapes.of(job, candidate, absent_mesh(cluster, **candidate.axes))
         params = on_abstract_mesh(shapes.params) if candidate.has_host_arrays else shapes.params
@@ -127,10 +132,10 @@ class Compiler:
         return self._known[candidate]
 
     def compile(self, candidate: Candidate, *, is_proxy: bool) -> Compiled:
-        """Compile the gradients of a candidate, or read them from disk if they were before.
+        """Compile the gradients of a candidate, or read the result of an earlier compile from disk.
 
-        Once `key` has lowered the candidate, this may be called in another thread, unless the
-        program has arrays in host memory: then it is traced again.
+        Once `key` has lowered the candidate, `compile` may run in another thread. But a program
+        with arrays in host memory is traced again, which must happen in the thread of `key`.
         """
         name = self.file_name(candidate, is_proxy=is_proxy)
         on_disk = self._read(name)

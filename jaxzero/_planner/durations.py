@@ -1,18 +1,20 @@
-"""Expected seconds of the gradients of all plans, from the programs that were compiled.
+"""Predict how long the gradients of each plan take, from the programs compiled so far.
 
-With `c`, `n` and `l` the lower bounds of a plan's matrix products, of what enters its node and of
-what its device receives, a program is expected to take
+Let `c`, `n` and `l` be the least seconds of a plan's matrix products, of the bytes that enter a
+node, and of the bytes that enter a device. The program of the gradients is expected to take
 
     t = m + e (b c + n + l - m),  where m = max(b c, n, l).
 
-`b` is how much longer a device computes than its matrix products take at the least, which is almost
-the same for all plans of a model; `e` is the part of the shorter times that nothing overlaps with:
-1 without prefetch, and by preset with it. What `e` is expected to be was set on Llamas of 1.1B and
-7B parameters (`benchmarks/compiled/plan_regret.py`). For each `b` of a grid, `t / m` is linear in
-the rest; how likely each made what was observed weighs them.
+`b` is the factor by which a device computes longer than its matrix products take at the least. It
+is almost the same for all plans of a model. `e` is the part of the two shorter times that does not
+overlap with the longest. Without prefetch it is 1; with prefetch it depends on the preset. The
+expected `e` was set on Llamas of 1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`).
 
-Under a budget of activations the seconds that its operations take to repeat are added. What it does
-not keep need not be written and read: how much less that takes is learned for each loss.
+`b` is one of a grid of values. For each of them, `t / m` is linear in the other unknowns, so each
+has a linear regression. Observed times say how likely each value of `b` is.
+
+Under a budget of activations, `t` also has the seconds in which dropped operations are repeated.
+Dropped activations are not written and read: how much time that saves is learned for each loss.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .rounds import RoundBounds
 
 _NOISE = 0.003  # standard deviation of `t / m` around the formula
 _SLOWER = np.geomspace(1.0, 6.0, 16)  # the grid of `b`
-_EXPECTED = np.log(2.0), 0.5  # what is expected of the logarithm of `b`: mean, standard deviation
+_EXPECTED = np.log(2.0), 0.5  # mean and standard deviation of `log b` before any observation
 
 # The expected weight of each feature, by the first part of its name: mean and standard deviation.
 # Features that add to `e` ...
@@ -57,7 +59,7 @@ _COMPUTE = {
     "loss": (0.0, 0.3),
     "one node": (0.0, 0.1),
     "stages": (0.0, 0.15),
-    "tokens": (0.05, 0.15),  # keys and values that are exchanged are in no bound
+    "tokens": (0.05, 0.15),  # no bound counts the exchange of keys and values
     "preset": (0.0, 0.03),
     "doublings": (0.04, 0.02),  # of micro-batches
     "doublings of": (0.0, 0.02),
@@ -77,9 +79,10 @@ _ALL = _EXPOSED | _TOTAL | _COMPUTE | _SECONDS
 
 
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, ...]:
-    """What a proxy's time depends on.
+    """Return the features of the time of a plan's proxy.
 
-    Features in units of the times that may overlap, of `m`, of `b c`, and in seconds.
+    They come in four groups, by unit: the times that may overlap (features of `e`), `m`, `b c`, and
+    seconds.
     """
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
@@ -127,7 +130,10 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Features of the seconds by which a full compile differs from a proxy, in units of `b c`."""
+    """Return features of how much longer a full compile's program takes than a proxy's.
+
+    They are in units of `b c`.
+    """
     program, of_one_node = plan.program
     of_loss = {("full of", plan.loss): 1.0} if plan.loss else {}
     return {
@@ -139,10 +145,10 @@ def _of_full(plan: Candidate) -> Features:
 
 
 class Durations:
-    """Seconds of plans' gradients, expected from the programs compiled so far.
+    """A model of the seconds that each plan's gradients take, which learns from compiled programs.
 
     Args:
-        bounds: the bounds of all plans.
+        bounds: the bounds of all plans. A plan's number is its place among them.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
@@ -164,7 +170,13 @@ class Durations:
         return len(self._names)
 
     def _x(self, slower: float, numbers: Sequence[int], is_full: bool) -> tuple[np.ndarray, ...]:
-        """Features of `t / m - 1`, `[plans, features]`, and `m`, `[plans]`."""
+        """Return the features of `t / m - 1`, `[plans, features]`, and `m`, `[plans]`.
+
+        Args:
+            slower: the value of `b`.
+            numbers: the numbers of the plans.
+            is_full: whether programs are compiled in full, and not as proxies.
+        """
         times = self._bounds[numbers] * [slower, 1.0, 1.0]
         longest = np.max(times, axis=1)
         exposed = (np.sum(times, axis=1) / longest - 1)[:, None] * self._exposed[numbers]
@@ -174,7 +186,10 @@ class Durations:
         return self._total[numbers] + exposed + in_compute + in_seconds, longest
 
     def observe(self, number: int, seconds: float, *, is_full: bool) -> None:
-        """Learn the seconds of a program of plan `number`, unless they contradict the bounds."""
+        """Learn that the program of plan `number` takes `seconds`.
+
+        Seconds below the plan's lower bounds are ignored.
+        """
         if seconds < np.max(self._bounds[number]):
             return
         for i, (slower, regression) in enumerate(zip(_SLOWER, self._regressions, strict=True)):
@@ -183,11 +198,11 @@ class Durations:
             self._likely[i] += regression.observe(x, seconds / longest - 1) - np.log(longest)
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Draws of seconds by full compiles, `[draws, plans]`.
+        """Draw the seconds that full compiles of plans may predict, `[draws, plans]`.
 
         Args:
             numbers: the numbers of the plans.
-            normal: standard normal numbers, `[draws, features]`.
+            normal: standard normal numbers, `[draws, features]`, from which draws are made.
         """
         # Each `b` gets draws in proportion to its probability, at random places.
         weights = np.exp(self._likely - np.max(self._likely))

@@ -1,4 +1,4 @@
-"""Expected memory and step time of all plans, from the programs that were compiled."""
+"""Predict the memory and step time of all plans from the programs compiled so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRAWS = 512  # a probability that is counted from them is off by about 2%
 
 
 class Estimates:
-    """Memory and step time of plans, expected from the programs compiled so far.
+    """A model of each plan's memory and step time, which learns from compiled programs.
 
     Args:
         bounds: the bounds of all plans.
@@ -42,20 +42,23 @@ class Estimates:
     def observe(
         self, candidate: Candidate, temporary: int, gradients: float, *, is_proxy: bool
     ) -> None:
-        """Learn from a program.
+        """Learn from a compiled program of the gradients.
 
         Args:
             candidate: a plan that runs the program.
             temporary: bytes of the program's temporaries.
             gradients: seconds of the program.
-            is_proxy: whether it was compiled as a proxy; otherwise in full.
+            is_proxy: whether the program was compiled as a proxy; otherwise in full.
         """
         number = self._number[candidate]
         self._temporaries.observe(number, temporary, is_full=not is_proxy)
         self._durations.observe(number, gradients, is_full=not is_proxy)
 
     def draws(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-        """Draws of bytes of a device and seconds of a step, by full compiles, `[draws, plans]`."""
+        """Draw what full compiles may say of plans: bytes of a device, and seconds of a step.
+
+        Both arrays are `[draws, plans]`.
+        """
         numbers = [self._number[plan] for plan in candidates]
         temporaries = self._temporaries.draws(numbers, self._normal[0])
         gradients = self._durations.draws(numbers, self._normal[1])

@@ -1,4 +1,4 @@
-"""What is to be trained, and one candidate's programs for it: shapes only, nothing is run."""
+"""Describe what is to be trained, and trace a candidate's program for it by shapes alone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A training job.
+    """What is to be trained: a loss, its parameters and batch, and an optimizer.
 
     Attributes:
-        losses: the forms of the loss, by name: `loss(params, batch)`, or what it returns with
-            `has_aux`.
+        losses: the forms of the loss by name, as functions `loss(params, batch)` that
+            `zero.value_and_grad` takes with `options`.
         init_fn: returns the parameters.
-        batch: a tree of structs `[rows, ...]`, of all devices together.
+        batch: a tree of structs `[rows, ...]`, with the rows of all devices.
         tx: the optimizer.
         options: further arguments of `zero.value_and_grad`, such as `has_aux`.
     """
@@ -38,7 +38,7 @@ class Job:
     options: Mapping[str, Any]
 
     def of_one_node(self, nodes: int) -> Job:
-        """The job of one of `nodes` nodes, with its rows of the batch."""
+        """Return the job that one of `nodes` nodes has by itself, with its part of the rows."""
 
         def rows(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] // nodes, *x.shape[1:]) if x.shape else ()
@@ -48,12 +48,14 @@ class Job:
 
 
 def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Cluster]:
-    """The job and cluster of a candidate's program: those of one node if nodes train by themselves.
+    """Return the job and the cluster of a candidate's program.
+
+    With local steps each node trains by itself, so the program is for one node.
 
     Args:
         job: the job of all nodes.
         cluster: the cluster with all nodes.
-        candidate: the candidate, whose `local_steps` decide.
+        candidate: the candidate.
     """
     if candidate.local_steps is None:
         return job, cluster
@@ -62,7 +64,10 @@ def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Clust
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """One candidate's arrays and gradient function, on a mesh."""
+    """The shapes of a candidate's arrays on a mesh, and its gradient function `step`.
+
+    `step` takes `params`, a batch, and `arguments` by name.
+    """
 
     zero: Zero
     params: Any
@@ -83,7 +88,7 @@ class Shapes:
         return cls(zero, params, opt_state, arguments, step)
 
     def report(self, job: Job, candidate: Candidate) -> tuple[Report, Plan]:
-        """The bytes that a device holds and a step sends, and its plan; traces the step."""
+        """Trace the step; return the bytes that a device holds and sends, and the step's plan."""
         options = {**job.options, "microbatches": candidate.microbatches, **self.arguments}
         loss = job.losses[candidate.loss]
         plan = self.zero.plan(loss, self.params, job.batch, **options)

@@ -1,7 +1,7 @@
-"""Measure the rates of devices and links that are here, by a few short programs.
+"""Measure the rates of the devices and links of a mesh by a few short programs.
 
 All devices run each program at the same time, as they do in training, and the time of the slowest
-process is taken. These are rates that programs reach, so no share of a peak rate is assumed.
+process is taken. So the results are rates that programs reach, and not peak rates.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _SPLIT = PartitionSpec(AXES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rates per second, and sizes in bytes.
+    """Measured rates of devices and links, per second, and sizes of memories, in bytes.
 
     Attributes:
-        flops: operations of one device in 16-bit matrix products; on CPUs 32-bit ones, which are
-            faster.
+        flops: operations of one device in 16-bit matrix products; on CPUs in 32-bit ones, which are
+            faster there.
         memory_bandwidth: bytes of its own memory that one device reads or writes.
         memory: memory of one device; on CPUs its share of the host's.
-        local_link: bytes that a device receives from the others of its node.
-        node_link: bytes that enter a node from the others.
+        local_link: bytes that a device receives from the other devices of its node.
+        node_link: bytes that enter a node from other nodes.
         host_link: bytes between a device and its host, each way.
-        host_memory: host memory for one device; 0 where devices have none beside their own.
+        host_memory: host memory for each device; 0 where host memory is the device's memory.
     """
 
     flops: float
@@ -54,11 +54,12 @@ class Measured:
 def measure(mesh: Mesh) -> Measured:
     """Measure the devices of `mesh`, which has the axes `node` and `local`.
 
-    All processes of the mesh must call it. It takes a few seconds, most of them to compile.
+    All processes of the mesh must call this function. It takes a few seconds, most of them to
+    compile.
     """
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # of a matrix's side, of a vector
+    size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # matrix side, vector length
     sent = num // 4  # of the vectors that are gathered
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     host_link = _host_link(mesh, num)
@@ -85,7 +86,7 @@ def _product(x: Array) -> Array:
 
 
 def _gathered(axis: str) -> Callable[[Array], Array]:
-    """What every device receives along `axis`; of the result one number is kept.
+    """Return a function that gathers arrays along `axis` and returns one number of the result.
 
     Without the barrier XLA would gather that number alone.
     """
@@ -95,7 +96,7 @@ def _gathered(axis: str) -> Callable[[Array], Array]:
 def _seconds(
     mesh: Mesh, function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
 ) -> float:
-    """The time of `function` on an array of `shape` on every device, in the slowest process."""
+    """Return the seconds of `function` in the slowest process, with zeros of `shape` per device."""
     zeros = map_devices(lambda: jnp.zeros((1, *shape), dtype), mesh, (), _SPLIT)
     x = jax.jit(zeros, out_shardings=NamedSharding(mesh, _SPLIT))()
     run = jax.jit(map_devices(lambda x: function(x[0])[None], mesh, (_SPLIT,), _SPLIT))
@@ -103,7 +104,10 @@ def _seconds(
 
 
 def _host_link(mesh: Mesh, num: int) -> float | None:
-    """Bytes per second to and from pinned host memory; None if it is the device's memory."""
+    """Measure copies of `num` floats to and from pinned host memory; return bytes a second.
+
+    The slower direction counts. None: host memory is the device's memory, as on CPUs.
+    """
     device = mesh.local_devices[0]
     if device.platform == "cpu" or HOST not in {x.kind for x in device.addressable_memories()}:
         return None
@@ -117,7 +121,7 @@ def _host_link(mesh: Mesh, num: int) -> float | None:
 
 
 def _slowest(run: Callable[[], Any]) -> float:
-    """The median seconds of a call, in the process where that is largest."""
+    """Return the median seconds of a call of `run`, of the process with the largest median."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""The result of a search: every candidate, what is known of it, and the best."""
+"""The result of a search: a row for each candidate plan, and the best of them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """What is known of one candidate.
+    """The predicted time and memory of one candidate plan, and why it is not taken.
 
     Attributes:
-        candidate: the candidate.
-        stage: how much is known of it: bounds by arithmetic, a program compiled without fused
-            kernels for softmax and RMS norm, or one compiled in full.
+        candidate: the plan.
+        stage: what the numbers come from: "bound", arithmetic alone; "proxy", a program compiled
+            without fused kernels for softmax and RMS norm; "compiled", one compiled in full.
         seconds: predicted for a step with the optimizer's update; a lower bound for "bound". With
-            local steps it is the mean over a round.
-        waited: seconds of it that a device waits for links; None for "bound".
-        memory: bytes of one device; a lower bound for "bound". For "compiled" it is the
-            compiler's, with the optimizer state.
+            local steps it is the mean over the steps of a round.
+        waited: the part of `seconds` in which a device waits for links; None for "bound".
+        memory: bytes of one device; a lower bound for "bound", otherwise with the temporaries that
+            the compiler reports.
         host_memory: bytes of host memory for one device.
         node_bytes: bytes that enter a node in a step.
         host_bytes: bytes between device and host in a step, both ways.
-        discarded: why it is not taken; "" for the best, and for others that fit.
-        undecided: whether it may fit, but was not compiled, or not in full.
+        discarded: why the plan is not taken; "" for the best, and for other plans that fit.
+        undecided: whether the plan is not taken although it may fit, since it was not compiled, or
+            not in full.
     """
 
     candidate: Candidate
@@ -60,7 +61,7 @@ class PlanRow:
     def of_bounds(
         cls, candidate: Candidate, bounds: Bounds | RoundBounds, discarded: str = ""
     ) -> PlanRow:
-        """The row of a candidate of which only bounds are known."""
+        """Make the row of a candidate of which only bounds are known."""
         return cls(
             candidate,
             "bound",
@@ -81,12 +82,12 @@ class Plans:
     Attributes:
         cluster: the cluster that the plans are for.
         limit: bytes of a device that a plan may take.
-        rows: every candidate that can be traced.
+        rows: a row for each candidate that can be traced, the best first.
         num_tokens: tokens of the batch: elements of its largest integer array; 0 if it has none.
-        notes: what limits this answer: no compiler, the budget was spent, it was interrupted, the
-            best was not compiled in full.
-        proxies: programs compiled as proxies, failed ones included.
-        full: programs compiled in full, failed ones included.
+        notes: what limits this answer, such as that there is no compiler, that the time was spent,
+            or that the best plan was not compiled in full.
+        proxies: how many programs were compiled as proxies, or failed to.
+        full: how many programs were compiled in full, or failed to.
     """
 
     cluster: Cluster
@@ -101,11 +102,11 @@ class Plans:
     def best(self) -> PlanRow:
         """The best plan that fits.
 
-        It was compiled in full, or as a proxy only, which `notes` then say. Without a compiler for
-        these devices it is the best by lower bounds.
+        It was compiled in full. If it was compiled as a proxy only, `notes` say so. Without a
+        compiler for these devices it is the best by lower bounds.
 
         Raises:
-            ValueError: none fits, or none is known to fit.
+            ValueError: no plan fits, or none is known to fit.
         """
         if self._first is None:
             raise ValueError(self._why_none())
@@ -153,9 +154,9 @@ class Plans:
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """The best plan's local steps, for `zero.local_steps`; None: `zero.value_and_grad` alone.
+        """The best plan's local steps, for `zero.local_steps`; None: the plan has none.
 
-        With local steps, `config` and `microbatches` are for the steps of each node.
+        With local steps, `config` and `microbatches` are those of each node's step.
         """
         return self.best.candidate.local_steps
 
@@ -167,15 +168,16 @@ class Plans:
 
     @property
     def tokens(self) -> int | None:
-        """How many devices share a row, for `make_mesh(nodes, tokens=)`; None: one has it all."""
+        """How many devices share a row, for `make_mesh(nodes, tokens=)`; None: rows are whole."""
         tokens = self.best.candidate.tokens
         return tokens if tokens > 1 else None
 
     @property
     def code(self) -> str:
-        """The best plan's mesh, config and micro-batches as Python, where `jz` is `jaxzero`.
+        """The best plan's mesh, config and micro-batches as Python code, where `jz` is `jaxzero`.
 
-        With local steps they are for the steps of each node, and `local_steps` says the rest.
+        With local steps, config and micro-batches are those of each node's step. The code does not
+        set up the local steps: give `local_steps` to `zero.local_steps`.
         """
         best = self.best.candidate
         sizes = {"nodes": self.cluster.nodes, **best.axes}
@@ -192,7 +194,11 @@ class Plans:
         return self.best.candidate.loss
 
     def as_dict(self) -> dict[str, Any]:
-        """All plans as plain data, such as for JSON."""
+        """Return the plans as a dict of plain data that JSON can hold.
+
+        Its keys are "cluster", "notes", "proxies", "full", and "plans": a list with a dict for each
+        of `rows`, whose keys are "name" and the fields of `PlanRow` but `candidate`.
+        """
         return {
             "cluster": str(self.cluster),
             "notes": list(self.notes),
@@ -212,10 +218,10 @@ class Plans:
         }
 
     def print(self, console: Console | None = None, limit: int = 10) -> None:
-        """Print the best plans, and why others were discarded.
+        """Print a table of the best plans, with the reason why a plan is not taken.
 
         Args:
-            console: where to print; its width bounds that of the table.
+            console: where to print; the table is no wider.
             limit: the number of plans shown; 0: all.
         """
         console = console or Console()
@@ -246,7 +252,7 @@ class Plans:
 
 
 def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
-    """The cells of a plan; with `copies`, its bytes between device and host too."""
+    """Return a plan's cells of the table; with `copies`, also its bytes between device and host."""
     least = ">" if row.stage == "bound" else ""
     return (
         row.candidate.name,
@@ -261,6 +267,6 @@ def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
 
 
 def gigabytes(num_bytes: int | float) -> str:
-    """Format bytes in GB of 1e9 bytes, in which devices are sold and settings are given."""
+    """Format a number of bytes in GB of 1e9 bytes, as data sheets and settings count."""
     size = num_bytes / _GIGA
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"

@@ -1,13 +1,13 @@
-"""What further compiles may improve, by draws of what full compiles may say of all plans.
+"""Choose the plan whose compile promises most, and say when no compile promises enough.
 
-A draw is a sample of the values of all plans. The value of a plan is the logarithm of its seconds
-or bytes, or infinite if the plan does not fit. The gain of a plan is its expected improvement: the
-mean over draws of how much it is better than the best known plan (Jones, Schonlau and Welch 1998).
-The plan with the largest gain is compiled next.
+A draw is a sample of the values that full compiles of all plans may give. The value of a plan is
+the logarithm of its seconds or bytes, or infinite if the plan does not fit. The gain of a plan is
+its expected improvement: the mean over draws of how much its value is below that of the best known
+plan (Jones, Schonlau and Welch 1998). The plan with the largest gain is compiled next.
 
-A search that ends loses more than the largest gain, because the best plan differs between draws: it
-loses the mean over draws of the improvement by the best plan of each draw. The search goes on while
-that is large enough.
+To end the search costs more than the largest gain, because different plans are best in different
+draws. It costs the gain of all plans together: the mean over draws of the improvement by the best
+plan of the draw. The search goes on while that gain is large enough.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _SURE = 0.9
 
 
 class Promise:
-    """The gains of plans over those that are known.
+    """The gains of plans that may be compiled, over plans whose programs are known.
 
     Args:
-        values: drawn values of the plans, `[draws, plans]`; infinite if a plan does not fit.
-        known: drawn values of the plans to improve on, `[draws, plans]`.
-        memory: drawn bytes of the plans, `[draws, plans]`, above 0. They decide while no plan fits
-            in any draw.
+        values: drawn values of the plans to choose from, `[draws, plans]`; infinite if a plan does
+            not fit.
+        known: drawn values of the known plans, `[draws, known plans]`.
+        memory: drawn bytes of the plans to choose from, `[draws, plans]`, above 0. Between plans of
+            equal gain, the one with the least bytes is chosen.
     """
 
     def __init__(self, values: np.ndarray, known: np.ndarray, memory: np.ndarray):
@@ -42,18 +43,19 @@ class Promise:
         self._fits = np.mean(np.isfinite(values), axis=0)
 
     def is_sure(self, number: int) -> bool:
-        """Whether a plan almost certainly fits."""
+        """Return True if a plan almost certainly fits."""
         return bool(self._fits[number] >= _SURE)
 
     def keep_sure(self) -> None:
-        """Leave out plans that are not sure to fit; if none is sure, all but the most likely."""
+        """Leave out plans that are not sure to fit; if none is sure, keep the likeliest to fit."""
         self._values[:, self._fits < min(_SURE, np.max(self._fits))] = np.inf
 
     def next(self, least: float) -> int | None:
-        """The plan with the largest gain; None: no plan is left, or all together promise less.
+        """Return the plan with the largest gain; None if no plan is left, or none is worth it.
 
         Args:
-            least: the least gain of all plans together, unless no plan that fits is known.
+            least: the gain of all plans together that is worth a compile. While no known plan is
+                likely to fit, any gain is.
         """
         together = np.mean(self._gains(np.min(self._values, axis=1, keepdims=True)))
         number = int(np.argmax(np.mean(self._gains(self._values), axis=0) + self._small))
@@ -63,12 +65,12 @@ class Promise:
         return number
 
     def take(self, number: int) -> None:
-        """Note that a plan is being compiled: the gain of others is then that over this one too."""
+        """Count a plan as known, since it is being compiled: gains are improvements on it too."""
         self._best = np.minimum(self._best, self._values[:, number])
         self.drop(number)
 
     def drop(self, number: int) -> None:
-        """Leave a plan out: it promises nothing."""
+        """Leave a plan out of the choice."""
         self._values[:, number], self._small[number] = np.inf, -np.inf
 
     def _gains(self, values: np.ndarray) -> np.ndarray:

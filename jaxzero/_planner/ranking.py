@@ -1,4 +1,4 @@
-"""Order the plans of a search, and say of each why it is not the best."""
+"""Order the plans of a search, and give for each plan the reason why it is not taken."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from .search import Search
 
 
 def ranked(search: Search) -> tuple[PlanRow, ...]:
-    """All rows, the best first: those that fit, by how much is known of them, then by value."""
+    """Return the rows of a search, the best first.
+
+    Plans that fit come first. Among these, plans compiled in full come before proxies, and proxies
+    before plans with bounds alone; then the value that is minimised decides.
+    """
     rows = _settled(search)
     return tuple(sorted(rows, key=lambda row: (bool(row.discarded), *_order(search, row))))
 
 
 def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Notes on the best of `ranked` rows, for users: that it was not compiled in full."""
+    """Return a note for users if the best of `ranked` rows was not compiled in full; else none."""
     best = next((row for row in rows if not row.discarded), None)
     if best is None or best.stage != "proxy":
         return ()
@@ -27,7 +31,7 @@ def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 
 
 def _settled(search: Search) -> list[PlanRow]:
-    """All rows; if there is a compiler, each says why it is not the best."""
+    """Return all rows; if there is a compiler, with the reasons why plans are not taken."""
     if search.compiler is None:
         return list(search.rows.values())
     fitting = [row for row in search.compiled_rows() if row.memory <= search.limit]
@@ -52,5 +56,5 @@ def _with_reason(search: Search, row: PlanRow, best: PlanRow | None) -> PlanRow:
 
 
 def _order(search: Search, row: PlanRow) -> tuple[int, tuple[float, float]]:
-    """By how much is known, then by value."""
+    """Return the key to sort by: compiled in full, proxy or bound, and then the row's value."""
     return ("compiled", "proxy", "bound").index(row.stage), search.value(row)

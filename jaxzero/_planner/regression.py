@@ -1,8 +1,8 @@
-"""Bayesian linear regression, for the few programs that a search compiles.
+"""Bayesian linear regression, which predicts plans from the few programs that a search compiles.
 
-`y = w . x + noise`, where weights are independent and normal before anything is observed. With few
-observations, predictions stay close to what was expected. An observation changes the predictions
-that share features with it.
+`y = w . x + noise`, where the weights `w` are independent and normal before anything is observed.
+With few observations, predictions stay close to those of the expected weights. An observation
+changes the predictions for plans that have features in common with the observed one.
 
 References:
     Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.1.
@@ -19,21 +19,21 @@ Features = Mapping[Name, float | int]  # those that are absent are 0
 
 
 def names_of(*features: Sequence[Features]) -> list[Name]:
-    """The names of all features, each once."""
+    """Return the names of all features in several lists of rows, each name once."""
     return list(dict.fromkeys(name for rows in features for row in rows for name in row))
 
 
 def matrix_of(names: Sequence[Name], features: Sequence[Features]) -> np.ndarray:
-    """The features of each row by name, float64 `[rows, names]`."""
+    """Return the features of rows as a matrix, float64 `[rows, names]`; missing ones are 0."""
     return np.array([[float(row.get(name, 0.0)) for name in names] for row in features])
 
 
 class Regression:
-    """The weights of features, as a normal distribution that observations narrow.
+    """A normal distribution of the weights of features, which each observation narrows.
 
     Args:
-        mean: expected weights, float64 `[features]`.
-        sd: standard deviations around them, above 0.
+        mean: the weights that are expected before any observation, float64 `[features]`.
+        sd: standard deviations of the weights around `mean`, above 0.
         noise: standard deviation of an observation around `w . x`.
     """
 
@@ -46,7 +46,7 @@ class Regression:
         """Learn from an observation `y` of features `x`, `[features]`.
 
         Returns:
-            The logarithm of how likely it was, by what was known before.
+            The logarithm of the density of `y`, as predicted before this observation.
         """
         variance = x @ np.linalg.solve(self._precision, x) + self._noise**2
         error = y - x @ self.mean
@@ -56,10 +56,10 @@ class Regression:
 
     @property
     def mean(self) -> np.ndarray:
-        """What the weights are expected to be, `[features]`."""
+        """The expected weights after all observations so far, `[features]`."""
         return np.linalg.solve(self._precision, self._shift)
 
     def weights(self, normal: np.ndarray) -> np.ndarray:
-        """Draws of the weights, `[draws, features]`, made of standard normal numbers."""
+        """Draw weights, `[draws, features]`, by scaling and shifting standard normal numbers."""
         lower = np.linalg.cholesky(self._precision)
         return self.mean + np.linalg.solve(lower.T, normal.T).T

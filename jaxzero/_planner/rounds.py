@@ -1,12 +1,13 @@
-"""What local steps add to the steps of one node: memory, and the exchange of parameters.
+"""Bound what local steps add to the steps of one node: memory, and the exchange of parameters.
 
-A node's step is that of a plan for one node. In a round of H steps each of F fragments is sent
-once, and its mean is used tau steps later. With t seconds for a step and m for a message,
+A node's step is that of a plan for one node. In a round of H steps each of F fragments of the
+parameters is sent once, and the mean over nodes is used tau steps later. If a step takes t seconds
+and a message m, then on average
 
     a step of the round takes  t + merge / H + F / H * max(0, m - tau * t)
 
-on average: what the delay does not hide, nodes wait for. `merge` is the time to encode, decode and
-merge, which is bound by memory.
+since nodes wait for the part of a message that takes longer than the tau steps. `merge` is the time
+to encode, decode and merge all fragments, which is bound by memory.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from .job import Job
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """What rounds of local steps add to the steps of one node, on one device.
+    """The memory and time that rounds of local steps add to one node's steps, on one device.
 
     Attributes:
-        method: how nodes exchange.
+        method: how nodes exchange parameters.
         held: bytes of outer parameters, outer optimizer state and residuals.
-        travelling: bytes more while a fragment travels.
+        travelling: further bytes while a fragment travels.
         node_bytes: bytes that enter a node in a step, on average.
-        message: seconds that a fragment keeps the links between nodes.
+        message: seconds for which the links between nodes carry a fragment.
         merge: seconds of a round to encode, decode and merge all fragments.
     """
 
@@ -51,7 +52,7 @@ class RoundCost:
 
     @classmethod
     def of(cls, method: LocalSteps, report: LocalReport, rates: Rates) -> RoundCost:
-        """The cost of rounds that hold and send what `report` says."""
+        """Return the cost of rounds that hold and send the bytes of a report."""
         held, fragments = report.device_bytes, method.fragments
         outer = sum(held[name] for name in ("outer_params", "outer_state", "residuals"))
         merged = 2 * (outer + held["params"] + fragments * report.message_bytes)  # read and written
@@ -65,23 +66,28 @@ class RoundCost:
         )
 
     def step_seconds(self, step: Any) -> Any:
-        """Mean seconds of a step of a round, if a node by itself takes `step` seconds for one."""
+        """Return the mean seconds of a step of a round, if one node's step takes `step` seconds.
+
+        `step` is a number or an array, and so is the result.
+        """
         return step + self.merge / self.method.every + self.waited(step)
 
     def waited(self, step: Any) -> Any:
-        """Mean seconds of a step in which nodes wait for a fragment."""
+        """Return how many seconds of a step, on average, nodes wait for fragments."""
         exposed = np.maximum(0.0, self.message - self.method.delay * step)
         return exposed * self.method.fragments / self.method.every
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundBounds:
-    """Lower bounds of a step in a round of local steps, on one device, with the names of `Bounds`.
+    """Lower bounds of a step in a round of local steps, on one device.
+
+    A search reads it as it reads `Bounds`: properties and methods of equal names mean the same.
 
     Attributes:
-        step: the bounds of a step of one node.
+        step: the bounds of a step of one node by itself.
         gradient_bytes: bytes of the gradients, which are part of `step.memory`.
-        cost: what the exchange of a round adds.
+        cost: the memory and time that the rounds add.
     """
 
     step: Bounds
@@ -90,12 +96,12 @@ class RoundBounds:
 
     @property
     def gradients(self) -> float:
-        """Seconds of the gradients of a node, if everything overlapped."""
+        """Seconds of the gradients of a node, if computing and all links overlapped in full."""
         return self.step.gradients
 
     @property
     def memory(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and what the exchange holds."""
+        """Bytes of parameters, gradients, optimizer state and the arrays of the exchange."""
         return self.with_temporaries(0)
 
     @property
@@ -105,7 +111,7 @@ class RoundBounds:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of a step of the round, if everything but the updates overlapped."""
+        """Mean seconds of a step of the round, if the gradients overlapped in full."""
         return self.cost.step_seconds(self.step.seconds)
 
     @property
@@ -120,24 +126,25 @@ class RoundBounds:
 
     @property
     def activations(self) -> Point | None:
-        """The activations that a device keeps under a budget, and their cost; None: no budget."""
+        """The activations kept under a budget, as in `Bounds.activations`; None: no budget."""
         return self.step.activations
 
     @property
     def full_gradients(self) -> int:
-        """Bytes of the gradients of all parameters, if they are not split."""
+        """Bytes of the gradients of all parameters, as if they were not split."""
         return self.step.full_gradients
 
     def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
-        """Seconds of a step, and those of it that a device waits; as `Bounds.predicted`."""
+        """Predict a step of the round from its gradients; see `Bounds.predicted`."""
         step, waited = self.step.predicted(gradients, waited)
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 
     def with_temporaries(self, num_bytes: Any) -> Any:
-        """Bytes held by one device, where the gradients' program has temporaries of `num_bytes`.
+        """Return the bytes that a device holds, with `num_bytes` of temporaries of the gradients.
 
-        `num_bytes` is an int, or an array of expected bytes, and so is the result. Without a delay
-        fragments travel between steps, when there are no gradients and no temporaries.
+        `num_bytes` is an int or an array, and so is the result. With a delay, fragments travel
+        while gradients and temporaries exist. Without one, fragments travel between steps, so only
+        the larger of both counts.
         """
         between = self.cost.travelling
         during = self.gradient_bytes + num_bytes
@@ -149,14 +156,17 @@ class RoundBounds:
 def round_cost(
     job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, rates: Rates
 ) -> RoundCost:
-    """What the rounds of a candidate cost on a mesh of all nodes."""
+    """Return the memory and time that a candidate's local steps add, on a mesh of all nodes."""
     assert candidate.local_steps is not None
     rounds, _ = _rounds(job, candidate, mesh, candidate.local_steps)
     return RoundCost.of(candidate.local_steps, rounds.report(), rates)
 
 
 def check_rounds(job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh) -> None:
-    """Trace a step in a round: raise what local steps refuse, such as collectives over `node`."""
+    """Trace a round of one step, which raises if local steps refuse the candidate's loss.
+
+    They refuse collectives over `node`, for instance.
+    """
     rounds, state = _rounds(job, candidate, mesh, LocalSteps(every=1))
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), job.batch)
     jax.eval_shape(rounds, state, stacked)
@@ -165,7 +175,10 @@ def check_rounds(job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh) -> 
 def _rounds(
     job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, method: LocalSteps
 ) -> tuple[LocalRounds, Any]:
-    """Rounds of steps that compute gradients and update nothing, and their state."""
+    """Return rounds of steps that compute gradients and update nothing, and the rounds' state.
+
+    The state has shapes only.
+    """
     zero = Zero(mesh, candidate.config)
     params = zero.abstract(job.init_fn)
     options = {**job.options, "microbatches": candidate.microbatches}

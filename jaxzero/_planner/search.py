@@ -1,8 +1,8 @@
 """Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
 
-Which program is compiled next is a question of what to expect of it (`Estimates`): the one with
-the largest expected improvement over what is known (`Promise`), where a plan that does not fit
-improves nothing.
+Earlier compiled programs let the search predict the time and memory of all plans (`Estimates`). The
+program with the largest expected improvement over the known plans is compiled next (`Promise`). A
+plan that does not fit improves nothing.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 @dataclasses.dataclass
 class Search:
-    """A search in progress; every step leaves `rows` in a state that can be returned.
+    """A search for the best plan; `rows` can be read at any time, also after Ctrl-C.
 
     Attributes:
         job: what is trained.
         cluster: the cluster that plans are for.
         limit: bytes of a device that a plan may take.
-        objective: what is minimised: seconds, or bytes of memory.
-        compiler: compiles candidates; None: there is none for these devices.
-        deadline: when to start no further compile, as `time.monotonic`.
-        progress: called with a line for each thing that begins.
+        objective: what is minimised: seconds of a step, or bytes of memory.
+        compiler: compiles candidates; None: the devices have no compiler here.
+        deadline: the `time.monotonic` after which no compile is started.
+        progress: called with a line of text for each candidate that is bounded or compiled.
         tries_budgets: whether to try each candidate with budgets of activations too.
+        rows: what is known of each candidate that can be traced.
+        bounds: the lower bounds of each of these candidates.
     """
 
     job: Job
@@ -71,14 +73,17 @@ class Search:
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """The expected step times and memory of all plans, from what was compiled so far."""
+        """The step times and memory of all plans, as expected from the programs compiled so far."""
         return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
-        """Compute bounds, then compile plans while they promise enough; Ctrl-C ends the search.
+        """Compute the bounds of all candidates, then compile plans while that promises enough.
+
+        Ctrl-C ends the search, without an error.
 
         Raises:
-            ValueError: no candidate can be traced, or none of those that were tried compiles.
+            ValueError: no candidate can be traced, or all compiles fail.
+            NotImplementedError: no candidate can be traced.
         """
         try:
             self._bound(list(candidates))
@@ -108,7 +113,7 @@ class Search:
                 self.add(plan, bounds_of_plan)
         if untraced and not self.rows:
             raise untraced[0][1]
-        # Most losses do not split their tokens; a note is for those that have no plan at all.
+        # Most losses do not split their tokens: that is noted only for a loss without any plan.
         compared = {candidate.loss for candidate in self.rows}
         self.notes += left_out(
             [
@@ -119,12 +124,15 @@ class Search:
         )
 
     def add(self, candidate: Candidate, bounds: Bounds | RoundBounds) -> None:
-        """Add a candidate and its bounds to those that are compared."""
+        """Add a candidate to the search; it is discarded at once if its bounds are too large."""
         self.bounds[candidate] = bounds
         self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
 
     def _with_same_plan(self, candidate: Candidate) -> Candidate | None:
-        """A candidate that differs in prefetch only, which sends the same bytes."""
+        """Return a candidate with bounds that differs in prefetch only; None if there is none.
+
+        Both candidates have the same bounds.
+        """
         schedule = candidate.config.schedule
         for prefetch in (0, 1):
             other = dataclasses.replace(schedule, prefetch=prefetch)
@@ -144,13 +152,16 @@ class Search:
     # Proxies.
 
     def value(self, row: PlanRow) -> tuple[float, float]:
-        """What is minimised, and what decides between equals."""
+        """Return the seconds and bytes of a row, in the order in which rows are compared.
+
+        The objective comes first; the other decides between equals.
+        """
         if self.objective == "memory":
             return float(row.memory), row.seconds
         return row.seconds, float(row.memory)
 
     def _rank(self) -> bool:
-        """Compile the most promising plans as proxies; return whether there were any."""
+        """Compile the most promising plans as proxies; return False if none promises enough."""
         rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self.compiled_rows())
         for row in rows:
             self.proxies += 1
@@ -160,9 +171,10 @@ class Search:
         return bool(rows)
 
     def _check(self) -> bool:
-        """Compile the most promising plans in full; return whether there were any.
+        """Compile the most promising plans in full; return False if none promises enough.
 
-        Once all proxies are spent, these may be plans without a program, too.
+        They have a proxy already. Once no more proxies may be compiled, plans of which only bounds
+        are known may be chosen too.
         """
         compiled = [row for row in self.compiled_rows() if row.stage == "compiled"]
         has_program = any(row.stage != "bound" for row in self.rows.values())
@@ -179,12 +191,13 @@ class Search:
     def _promising(
         self, stages: Sequence[Stage], most: int, known: Sequence[PlanRow]
     ) -> list[PlanRow]:
-        """Plans to compile next, at the same time: those that are expected to improve most.
+        """Choose the plans to compile next, at the same time: those expected to improve most.
 
         Args:
-            stages: how much is known of the plans; with "proxy", they will be compiled in full.
-            most: the largest number of plans.
-            known: plans that they have to improve on.
+            stages: the values of `PlanRow.stage` of the plans to choose from. If "proxy" is one,
+                the chosen plans will be compiled in full, otherwise as proxies.
+            most: the largest number of plans to choose.
+            known: the rows of plans that the chosen ones have to improve on.
         """
         sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
         least = min(sure, default=math.inf)
@@ -219,15 +232,15 @@ class Search:
         return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
-        """Whether a plan has a program, or may fit and be better than `least`."""
+        """Return True if a plan has a program, or may fit and have a value below `least`."""
         if row.stage != "bound":
             return True
         return bool(self.value(row)[0] < least) and not self.why_too_large(row)
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
-        """Draws of logarithms of values by full compiles, inf if too large, and of bytes.
+        """Draw what full compiles of plans may say: values and bytes, both `[draws, plans]`.
 
-        Both are `[draws, plans]`.
+        A value is the logarithm of what is minimised, or infinite where the plan does not fit.
         """
         memory, seconds = self.estimates.draws([row.candidate for row in rows])
         for number, row in enumerate(rows):
@@ -239,10 +252,13 @@ class Search:
     def _compile(
         self, rows: Sequence[PlanRow], *, is_proxy: bool
     ) -> Iterator[tuple[PlanRow, Callable[[], Compiled]]]:
-        """Compile plans at the same time; yield each with a function that returns or raises.
+        """Compile plans at the same time; yield each row, with a function to get its result.
 
-        XLA uses one core for most of a compile, and does not hold Python's lock. Programs with
-        arrays in host memory are traced again, which must happen in this thread, and one by one.
+        The function returns the compiled program, or raises the compile's error.
+
+        XLA uses one core for most of a compile, and does not hold Python's lock. If a program has
+        arrays in host memory, plans are compiled one by one when their functions are called: such a
+        program is traced again, which must happen in this thread.
         """
         assert self.compiler is not None
         compile_one = functools.partial(self.compiler.compile, is_proxy=is_proxy)
@@ -253,15 +269,15 @@ class Search:
         try:
             futures = [pool.submit(compile_one, row.candidate) for row in rows]
             yield from ((row, x.result) for row, x in zip(rows, futures, strict=True))
-        finally:  # after Ctrl-C the answer does not wait for what still compiles
+        finally:  # after Ctrl-C the answer does not wait for compiles that still run
             pool.shutdown(wait=False, cancel_futures=True)
 
     def compiled_rows(self) -> list[PlanRow]:
-        """Plans with a program that is not known to be too large."""
+        """Return the rows of plans that have a compiled program and are not discarded."""
         return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
 
     def _is_new(self, row: PlanRow) -> bool:
-        """Lower a plan; discard it if that fails, or if another plan has its program."""
+        """Lower a plan; discard it, and return False, if that fails or its program is known."""
         assert self.compiler is not None
         try:
             key = self.compiler.key(row.candidate)
@@ -286,7 +302,7 @@ class Search:
                 self._discard(new, self.needs(new.memory))
 
     def _with_program_of(self, row: PlanRow) -> list[PlanRow]:
-        """The rows of all plans that run the program of this one, itself included."""
+        """Return the rows of all plans that run the same program as `row`, with `row` itself."""
         program = row.candidate.program
         return [
             other
@@ -295,9 +311,10 @@ class Search:
         ]
 
     def why_too_large(self, row: PlanRow) -> str:
-        """Why a plan cannot fit, by the temporaries of compiled plans of its family; "" if it may.
+        """Return why a plan cannot fit; "" if it may.
 
-        With k times as many micro-batches, at least a k-th of the temporaries remains.
+        Its temporaries are bounded by those of compiled plans of its family: with k times as many
+        micro-batches, at least a k-th of the temporaries remains.
         """
         for plan in (x.candidate for x in self.rows.values() if x.stage != "bound"):
             same = plan.family == row.candidate.family
@@ -326,7 +343,10 @@ class Search:
             ) from error
 
     def _predicted(self, row: PlanRow, compiled: Compiled, stage: Stage) -> Iterator[PlanRow]:
-        """Yield rows with predicted time and memory for all plans that run a compiled program."""
+        """Yield new rows, with predicted time and memory, for all plans that run `row`'s program.
+
+        `compiled` is that program. `estimates` learns from it.
+        """
         line = compiled.timeline(self.cluster.rates)
         self.estimates.observe(
             row.candidate, compiled.temporary, line.seconds, is_proxy=stage == "proxy"
@@ -346,7 +366,7 @@ class Search:
             )
 
     def needs(self, num_bytes: int | float) -> str:
-        """How much of the limit a plan takes, in words."""
+        """Return the words "needs ... GB of ... GB": bytes of a plan, and the limit."""
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
 
     # Full compiles.

@@ -1,7 +1,7 @@
-"""Meshes of devices that are absent, for which XLA can compile.
+"""Make meshes of absent GPUs, for which XLA can compile but not run programs.
 
-Needs the `aot` extra, which brings XLA's compiler for CUDA; no GPU. The compiler's message that
-`cuInit` has found none can be ignored.
+This needs no GPU, but the `aot` extra, which brings XLA's compiler for CUDA. The compiler prints
+that `cuInit` has found no GPU, which can be ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gpu:
-    """A GPU as XLA's compiler describes it; sizes in bytes, rates per second."""
+    """The fields by which XLA's compiler describes a GPU; sizes in bytes, rates per second."""
 
     name: str
     capability: str = "9 feature_extension: ACCELERATED_FEATURES"
@@ -66,7 +66,7 @@ _GPUS = {
 
 
 def why_no_compiler(cluster: Cluster) -> str | None:
-    """Why programs cannot be compiled for the devices of `cluster` here; None if they can."""
+    """Return why no program can be compiled here for the devices of `cluster`; None if one can."""
     device = cluster.kind
     if device.target is None:
         return f"XLA has no compiler for {device.name} here (`Device.target` is None)"
@@ -82,7 +82,7 @@ def why_no_compiler(cluster: Cluster) -> str | None:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Where a module is; None if it, or a package that it is in, is not installed."""
+    """Find a module without importing it; return None if it or a parent is not installed."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
@@ -91,7 +91,9 @@ def find_module(name: str) -> ModuleSpec | None:
 
 @functools.cache
 def absent_mesh(cluster: Cluster, stages: int | None = None, tokens: int | None = None) -> Mesh:
-    """A mesh of the devices of `cluster`, each node one host, for compiling only.
+    """Return a mesh of the absent devices of `cluster`, on which programs can only be compiled.
+
+    Each node is one host.
 
     Without a GPU, JAX must be told to use CPUs before its first use (`JAX_PLATFORMS=cpu`).
 
@@ -110,7 +112,7 @@ def absent_mesh(cluster: Cluster, stages: int | None = None, tokens: int | None 
 
 
 def target_config(name: str) -> str:
-    """XLA's description of a GPU, in the text format of protocol buffers."""
+    """Return XLA's description of GPU `name`, in the text format of protocol buffers."""
     gpu = _GPUS[name]
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024

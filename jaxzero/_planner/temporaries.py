@@ -1,21 +1,23 @@
-"""Expected bytes of temporaries of all plans, from the programs that were compiled.
+"""Predict the temporaries of each plan's program, in bytes, from the programs compiled so far.
 
-A program with `k` micro-batches holds the activations of one of them, and weights and sums of
-gradients. With `s` the bytes of the activations of all rows of a device, and `u` the bytes of all
-gradients divided by the number of devices among which the preset splits their sums,
+A program with `k` micro-batches holds the activations of one of them, gathered weights, and sums of
+gradients. Let `s` be the bytes of the activations of all rows of a device, and `u` the bytes of all
+gradients, divided by the number of devices among which the preset splits their sums. Then
 
     temporaries = a s / k + b u.
 
-Of rows that devices share, `s` counts the parts of one device. Each of `S` pipeline stages has an
+Where devices share rows, `s` counts a device's part of them. With `S` pipeline stages, each has an
 `S`-th of the layers, and keeps activations of at most `2 S - 1` micro-batches, whose rows are
 divided among an `S`-th of the devices: `k` is then `m / min(m, 2 S - 1)` for `m` micro-batches.
 
-`b` depends on the preset, on whether gradients of several micro-batches are summed up, and on what
-lies in host memory. `u` is known by arithmetic, and what is expected of `b` was set on Llamas of
-1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`). So the first program that is compiled
-tells the activations of all plans, and each corrects what is expected. Under a budget of
-activations, `a s / k` is replaced by what the budget keeps and what backward reads of one layer;
-both are known by arithmetic.
+`s` is unknown at first. The factor `a` is near 1, and depends on preset and loss. `b` depends on
+the preset, on whether gradients of several micro-batches are summed up, and on which arrays lie in
+host memory. `u` is known by arithmetic, and the expected `b` was set on Llamas of 1.1B and 7B
+parameters (`benchmarks/compiled/plan_regret.py`). So the first compiled program tells `s`, for all
+plans, and further ones correct `a` and `b`.
+
+Under a budget of activations, `a s / k` is replaced by the bytes that the budget keeps and the
+bytes that backward of one layer reads. Both are known by arithmetic.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _OF_ACTIVATIONS = {
     "preset": (0.0, 0.02),
     "one node": (0.0, 0.1),
     "tokens": (0.0, 0.2),  # keys and values of other devices
-    "stages": (0.0, 0.3),  # the head is not divided; what is saved is not all that a layer holds
+    "stages": (0.0, 0.3),  # the head is not divided, and a layer holds more than it saves
     "program": (0.0, 0.015),
     "full": (0.0, 0.003),
     "full, many": (0.05, 0.1),  # micro-batches
@@ -69,7 +71,10 @@ _OF_BUDGETS = {"kept": (0.97, 0.05), "working": (1.0, 0.5), "program, budget": (
 
 
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, Features, Features]:
-    """What a proxy's temporaries depend on: in units of activations, of gradients, and of bytes."""
+    """Return the features of the temporaries of a plan's proxy, in three groups by unit.
+
+    The units are the activations of a micro-batch, the split gradients `u`, and bytes.
+    """
     program, of_one_node = plan.program
     several, in_host = plan.microbatches > 1, plan.has_host_arrays
     waits = 1 - plan.config.schedule.prefetch
@@ -112,7 +117,10 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Features of the bytes by which a full compile differs from a proxy, in `_OF_ACTIVATIONS`."""
+    """Return features of how many more bytes a full compile's program takes than a proxy's.
+
+    Their weights are in `_OF_ACTIVATIONS`.
+    """
     program, of_one_node = plan.program
     if plan.activation_budget is not None:  # proxies and full compiles hold the same, within 1%
         return {}
@@ -127,7 +135,7 @@ def _of_full(plan: Candidate) -> Features:
 
 
 def _split(plan: Candidate, cluster: Cluster) -> int:
-    """The number of devices among which sums of gradients are split before all are summed."""
+    """Return the number of devices among which a plan splits sums of gradients in a step."""
     if plan.config.stage < 3:
         return 1
     is_over_all = plan.preset.split()[0] == "zero3" and plan.local_steps is None
@@ -135,15 +143,15 @@ def _split(plan: Candidate, cluster: Cluster) -> int:
 
 
 def _parts(plan: Candidate) -> float:
-    """Into how many parts the activations of all rows of a device are divided."""
+    """Return `k`: of the activations of all rows of a device, a `k`-th exists at a time."""
     return max(1.0, plan.microbatches / (2 * plan.stages - 1))
 
 
 class Temporaries:
-    """Temporaries of plans, expected from the programs compiled so far.
+    """A model of each plan's temporaries, which learns from compiled programs.
 
     Args:
-        bounds: the bounds of all plans.
+        bounds: the bounds of all plans. A plan's number is its place among them.
         cluster: the devices.
         limit: bytes of a device that a plan may take; activations are expected to be of that order.
     """
@@ -171,7 +179,10 @@ class Temporaries:
         return len(self._names)
 
     def observe(self, number: int, num_bytes: int, *, is_full: bool) -> None:
-        """Learn the temporaries of a program of plan `number`."""
+        """Learn that the program of plan `number` has temporaries of `num_bytes`.
+
+        `is_full` is true for a full compile, false for a proxy.
+        """
         self._seen.append((number, is_full, num_bytes))
         self._fit()
 
@@ -194,17 +205,20 @@ class Temporaries:
             scale *= max(activations, 0.01)
 
     def _x(self, numbers: int | Sequence[int], is_full: bool) -> np.ndarray:
-        """Features of a plan or of several, for temporaries in units of `self._scale` bytes."""
+        """Return the features of one plan, `[features]`, or of several, `[plans, features]`.
+
+        Their weighted sum is the temporaries in units of `self._scale` bytes.
+        """
         in_bytes = self._gradients[numbers] + self._budgets[numbers]
         x = self._activations[numbers] + in_bytes / self._scale
         return x + self._full[numbers] if is_full else x
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Sample what full compiles of these plans may say, in bytes, `[draws, plans]`.
+        """Draw the bytes of temporaries that full compiles of plans may have, `[draws, plans]`.
 
         Args:
             numbers: the numbers of the plans.
-            normal: standard normal numbers, `[draws, features]`.
+            normal: standard normal numbers, `[draws, features]`, from which draws are made.
         """
         drawn = self._regression.weights(normal) @ self._x(numbers, True).T
         return self._scale * np.maximum(0.0, drawn)

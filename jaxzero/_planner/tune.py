@@ -1,4 +1,4 @@
-"""`tune`, the public function: the best way to train a model on a cluster, before paying for it."""
+"""Define `tune`, the public function that plans how to train a model on a cluster."""
 
 from __future__ import annotations
 
@@ -49,26 +49,27 @@ def tune(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plans:
-    """Choose a config, mesh, micro-batches, a budget of activations and offload for a cluster.
+    """Choose how to train a model on a cluster: config, mesh, micro-batches, activations, offload.
 
     The mesh may have pipeline stages, or devices of a node that share the tokens of each row.
 
-    Plans are enumerated, and discarded if their state alone does not fit. Of the others, up to 8
-    from which most is expected are compiled for the cluster's devices as proxies, without fused
-    kernels for softmax and RMS norm, and their step time is predicted from the cluster's rates. Up
-    to 3 plans, usually of these, are compiled in full, to check their memory. Two compile at the
-    same time. Nothing is run, and no GPU is needed: the compiler is that of the `aot` extra. Where
-    it has none for these devices, plans are ranked by lower bounds alone, which the result says.
+    All plans are enumerated. Those whose parameters, gradients and optimizer state alone do not fit
+    are discarded. Up to 8 of the others, those that promise most, are compiled for the cluster's
+    devices as proxies: without fused kernels for softmax and RMS norm. Their step time is predicted
+    from the cluster's rates. Up to 3 plans, usually of these 8, are compiled in full to check their
+    memory. Two plans are compiled at the same time.
 
-    The step is predicted by a model with stated rates, for comparing plans: on real hardware it may
-    take longer.
+    Nothing is run, and no GPU is needed: the compiler is that of the `aot` extra. For devices that
+    it does not know, plans are ranked by lower bounds alone, and the result says so.
+
+    Predicted step times are for comparing plans: on real hardware a step may take longer.
 
     Args:
         loss_fn: `loss_fn(params, batch)`, as for `zero.value_and_grad`; or several forms of it by
             name, such as one for each policy of `jax.checkpoint`, of which one is chosen.
         init_fn: returns the parameters; only their shapes are used.
-        batch: arrays or structs of a batch, `[rows, ...]`, for all devices together; fewer rows
-            than devices if the loss splits its tokens.
+        batch: arrays or structs of a batch, `[rows, ...]`, with the rows of all devices. It may
+            have fewer rows than devices if the loss splits its tokens.
         cluster: the devices and their links.
         tx: the optimizer; by default AdamW.
         memory: bytes of a device that a plan may take; by default 95% of what the device has.
@@ -76,37 +77,39 @@ def tune(
             "memory" looks for the plan that takes the least.
         quantized: whether weights and gradients may travel in 4 and 8 bits, which changes losses
             and gradients a little.
-        microbatches: numbers of them to try. Those that do not divide the rows of a device are
-            tried with as few devices to a row as make them divide, if the loss splits its tokens
-            (`jz.split_tokens`, as the models of `jaxzero.models` do), and else left out.
-            `(1,)` if the loss of a batch is no mean over its rows (a contrastive loss): then there
-            are no plans with stages. Those with `S` stages have `S` times as many micro-batches,
-            each of as many rows.
-        local_steps: ways of local steps to compare too, such as `jz.streaming_diloco(every=30)`, or
-            several in a sequence. They are other training algorithms, whose losses differ, so they
-            are left out by default. A plan with one is for `zero.local_steps`; inside a node it has
-            the presets without wire state, and no offload.
-        layers: the path of the stacks of layers in the parameters, as for `jz.pipeline`, which
-            plans with pipeline stages divide between nodes. Losses that stages refuse are left out
-            of these plans, with a note that says why. None: no stages.
+        microbatches: the numbers of micro-batches to try. A number that does not divide the rows of
+            a device needs devices that share rows. It is tried with as few devices to a row as
+            possible if the loss splits its tokens (`jz.split_tokens`, as the models of
+            `jaxzero.models` do), and left out otherwise. A plan with `S` stages has `S` times as
+            many micro-batches, each of as many rows. Give `(1,)` if the loss of a batch is not a
+            mean over its rows (a contrastive loss): then there are no plans with stages.
+        local_steps: one method of local steps to compare too, such as
+            `jz.streaming_diloco(every=30)`, or a sequence of several. They are other training
+            algorithms, whose losses differ, so by default there are none. A plan with local steps
+            is for `zero.local_steps`; inside a node it has a preset without wire state, and no
+            offload.
+        layers: the path of the stacks of layers in the parameters, as for `jz.pipeline`. Plans with
+            pipeline stages divide these stacks between nodes. If stages refuse a loss, it has no
+            such plans, and a note says why. None: no stages.
         activation_budgets: whether to try budgets of `jz.Activations` too, for each form of the
-            loss: from the least that can be kept to all that is faster to read than to compute
-            again. What a `jax.checkpoint` in the loss drops is not kept, so a loss without one
-            leaves most to choose from.
+            loss. They range from the least activations that can be kept to all that are faster to
+            read than to compute again. Activations that a `jax.checkpoint` in the loss drops cannot
+            be kept, so a loss without `jax.checkpoint` leaves most to choose from.
         budget: seconds after which no further compile is started.
-        cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: keep none.
-        progress: called with a line of text when something begins.
+        cache: a folder for compiled programs; by default `~/.cache/jaxzero/plans`; None: none are
+            kept.
+        progress: called with a line of text for each plan that is bounded or compiled.
         options: further arguments of `zero.value_and_grad`, such as `has_aux` and `weighted`.
 
     Returns:
-        All plans, the best first. Ctrl-C ends the search with the best so far. `plans.best`
-        raises if no plan fits, or none that was compiled within `budget`.
+        All plans, the best first; after Ctrl-C those found so far. Their property `best` raises if
+        no plan fits, or no plan is known to fit after `budget` seconds.
 
     Raises:
         ValueError: an argument is out of range, the devices cannot share the rows evenly,
             `local_steps` is given for one node, or no program compiles.
-        NotImplementedError: no plan can be traced, such as those of a loss that does not split its
-            tokens, of fewer rows than devices.
+        NotImplementedError: no plan can be traced, for instance because `batch` has fewer rows than
+            devices and the loss does not split its tokens.
 
     Example:
         >>> cluster = jz.Cluster(nodes=4, local=8, device="h100", link=50e9)
@@ -129,7 +132,7 @@ def tune(
     compiler = None if missing else Compiler(job, cluster, folder or None)
     deadline = time.monotonic() + budget
     say = progress or (lambda line: None)
-    budgets = activation_budgets and not missing  # bounds do not count what they save
+    budgets = activation_budgets and not missing  # bounds count no activations
     search = Search(job, cluster, limit, objective, compiler, deadline, say, budgets)
     if missing:
         search.notes.append(f"ranked by lower bounds alone: {missing}")
@@ -156,7 +159,10 @@ def tune(
 
 
 def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
-    """Plans without offload, and a note on the others: simulated devices have no host memory."""
+    """Leave out plans with offload, and say in `notes` how many they are.
+
+    Simulated devices, which stand for devices without a compiler, have no host memory.
+    """
     plans = list(candidates)
     kept = [plan for plan in plans if not plan.offload]
     if len(kept) < len(plans):
@@ -170,7 +176,7 @@ def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> l
 def check_arguments(
     cluster: Any, objective: Any, memory: Any, budget: Any, microbatches: Sequence[Any]
 ) -> None:
-    """Raise `ValueError` for an argument of `tune` of the wrong kind."""
+    """Raise `ValueError` if an argument of `tune` has the wrong type or range."""
     if not isinstance(cluster, Cluster):
         raise ValueError(f"`cluster` must be a `jz.Cluster(...)`; got {cluster!r}.")
     if objective not in get_args(Objective):
@@ -188,10 +194,11 @@ def check_arguments(
 def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """Numbers of micro-batches to try: with whole rows on each device, and by devices to a row.
+    """Return the numbers of micro-batches to try, first for whole rows and then for shared rows.
 
-    Without a compiler no rows are shared: bounds are those of simulated devices, which have no axis
-    of tokens, and do not count activations.
+    The latter are a dict by number of devices that share a row. Without a compiler it is empty:
+    plans are then bounded on simulated devices, whose meshes cannot have an axis of tokens, and
+    bounds do not count activations.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:

@@ -1,4 +1,4 @@
-"""Communication between the processes of a run, outside of collectives, and their exit codes.
+"""Let the processes of a run communicate outside of collectives, and define their exit codes.
 
 In: small texts and files. Out: values exchanged over JAX's coordination service, exit codes, and
 files and folders that are written as a whole or not at all. Any package may use it; nothing here

@@ -1,9 +1,9 @@
 """Write a file or a directory atomically; a directory also from several processes.
 
 Content is written under a hidden name beside the target, flushed to disk and renamed. After a crash
-the old or the new content is there, and perhaps a leftover with a hidden name. Several processes
-fill one folder on a shared file system; process 0 creates it and renames it after all have reported
-success.
+the target has the old or the new content, and there may be a leftover with a hidden name. Several
+processes fill one folder on a shared file system. Process 0 creates it, and renames it after all
+have reported success.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PROBE = "probe"  # a file with a byte for each process
 
 
 def hidden(target: Path, ending: str) -> Path:
-    """A new name beside `target`, such as `.40.1c9fe2a0.tmp`."""
+    """Return a new hidden path beside `target`, such as `.40.1c9fe2a0.tmp`."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.{ending}")
 
 
 def put_in_place(filled: Path, target: Path) -> None:
-    """Rename a complete folder to `target`, whose content it replaces, and flush the change."""
+    """Rename a complete folder to `target`, replacing what is there, and flush the change."""
     # A rename cannot replace a folder that has content, so the old one is renamed first.
     old = hidden(target, "old") if target.exists() else None
     if old is not None:
@@ -48,7 +48,7 @@ def put_in_place(filled: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder. Other programs see all of it or nothing, since it is renamed first."""
+    """Rename a folder and then delete it, so that other programs see all of it or nothing."""
     doomed = hidden(folder, "old")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -107,7 +107,7 @@ def new_directory(target: Path, *, replaces: Collection[str]) -> Iterator[Path]:
 
 
 def all_write(target: Path) -> contextlib.AbstractContextManager[Facts]:
-    """`all_succeed` for a step of writing `target`."""
+    """Return the context manager `all_succeed` for one step of writing `target`."""
     failed = f"Nothing was written, since writing {str(target)!r} failed on "
     return all_succeed(_NAME, _SECONDS, failed=failed)
 
@@ -144,7 +144,7 @@ def _parents(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(target: Path, filled: Path) -> Iterator[None]:
-    """Let errors of the file system name `target` where they name no file or a temporary one."""
+    """Let errors about the temporary path `filled`, or a full disk, name `target` as their file."""
     try:
         yield
     except OSError as error:
@@ -201,7 +201,7 @@ def _write_probe(path: Path, process: int) -> None:
 
 
 def _check_probe(path: Path) -> None:
-    """Check that a file kept the byte that each process wrote to it.
+    """Raise unless a file has kept the byte that each process wrote to it.
 
     Mounts of object stores write a whole file when it is closed, and keep that of one process.
     """

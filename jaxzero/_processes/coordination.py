@@ -26,12 +26,12 @@ _hosts: list[str] | None = None
 
 
 def process_index() -> int:
-    """Index of this process. Unlike `jax.process_index`, this starts no backend."""
+    """Return the index of this process; unlike `jax.process_index`, start no backend."""
     return distributed.global_state.process_id if _client() else 0
 
 
 def process_count() -> int:
-    """Number of processes. Unlike `jax.process_count`, this starts no backend."""
+    """Return the number of processes; unlike `jax.process_count`, start no backend."""
     return (distributed.global_state.num_processes or 1) if _client() else 1
 
 
@@ -64,15 +64,15 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
 
 
 def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
-    """`exchange` for values that JSON can represent."""
+    """Do what `exchange` does, for values that JSON can represent instead of texts."""
     return [json.loads(text) for text in exchange(name, json.dumps(value), seconds)]
 
 
 class Facts(dict[str, Any]):
-    """What this process tells the others: values that JSON can represent, by name.
+    """Values by name that this process tells the others, and that JSON can represent.
 
     Attributes:
-        of_all: the facts of each process, by its index, once all have told theirs.
+        of_all: the facts of each process, by its index, once they have been exchanged.
     """
 
     of_all: list[dict[str, Any]]
@@ -88,15 +88,15 @@ def all_succeed(name: str, seconds: float, *, failed: str = "") -> Iterator[Fact
     Args:
         name: name of this exchange, equal on all processes.
         seconds: timeout of waiting for the others.
-        failed: what the message of the `RuntimeError` begins with, before "process 1: OSError: ".
+        failed: the beginning of the `RuntimeError`'s message, before "process 1: OSError: ".
 
     Yields:
-        The facts of this process, to be filled by the body. Afterwards `of_all` holds the facts of
+        The facts of this process, for the body to fill. Afterwards `of_all` holds the facts of
         every process.
 
     Raises:
-        RuntimeError: on the processes that succeeded, if any failed; names process and error. Those
-            that failed raise their own error.
+        RuntimeError: raised on the processes that succeeded, if any failed; it names a process that
+            failed and its error. Processes that failed raise their own errors.
         TimeoutError: a process did not take part in time.
     """
     facts, message, error = Facts(), None, None
@@ -114,12 +114,12 @@ def all_succeed(name: str, seconds: float, *, failed: str = "") -> Iterator[Fact
 
 
 def of_first(name: str, value: str, seconds: float) -> str:
-    """Return the text of process 0 on every process. All must call it, as they do `exchange`."""
+    """Return the text of process 0 on every process; all must call it, in the same order."""
     return exchange(name, value, seconds)[0]
 
 
 def barrier(name: str, seconds: float) -> None:
-    """Wait until all processes have called this.
+    """Wait until all processes have called this function with `name`.
 
     Raises:
         TimeoutError: a process did not call it in time, or has ended.
@@ -128,7 +128,9 @@ def barrier(name: str, seconds: float) -> None:
 
 
 def meet_processes(name: str, processes: Sequence[int], seconds: float) -> None:
-    """Wait until the processes of these indices have called this, once for each `name`.
+    """Wait until some processes, given by index, have called this function with `name`.
+
+    A name can be used once.
 
     Raises:
         TimeoutError: a process did not call it in time, or has ended.
@@ -158,13 +160,13 @@ def publish(name: str, value: str) -> None:
 
 
 def published(name: str) -> dict[int, str]:
-    """The text that each process last published under `name`, by process index."""
+    """Return the text that each process last published under `name`, by process index."""
     client = _client()
     return {} if client is None else _read(client, f"{_PREFIX}/{name}")
 
 
 def hosts() -> list[str]:
-    """The host name of every process, by index. All processes make the first call together."""
+    """Return the host name of every process, by index; all must make the first call together."""
     global _hosts
     if _hosts is None or len(_hosts) != process_count():
         _hosts = exchange("hosts", socket.gethostname(), _HOST_SECONDS)
@@ -201,12 +203,12 @@ def detect_cluster(
 
 
 def notices_sigterm() -> bool:
-    """Whether JAX's preemption service handles SIGTERM, so that no other handler is needed."""
+    """Return True if JAX's preemption service handles SIGTERM, so that no handler is needed."""
     return distributed.global_state.preemption_sync_manager is not None
 
 
 def has_backend() -> bool:
-    """Whether JAX has started a backend; then `jax.distributed` can no longer be initialized."""
+    """Return True if JAX has started a backend, after which `jax.distributed` cannot start."""
     return xla_bridge.backends_are_initialized()
 
 

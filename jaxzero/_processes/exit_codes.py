@@ -1,8 +1,8 @@
 """Exit codes of a training process, by which a launcher decides whether to start it again.
 
-This number is all that a launcher, SLURM or Kubernetes sees of a process that has ended. 74 and 75
-are EX_IOERR and EX_TEMPFAIL of sysexits.h; 76 and 77 follow them and have meanings of our own;
-shells report 130 and other numbers above 128 for signals.
+A launcher, SLURM or Kubernetes sees nothing but this number of a process that has ended. 74 and 75
+are EX_IOERR and EX_TEMPFAIL of sysexits.h. 76 and 77 follow them, with meanings of this package.
+Shells report 130 and other numbers above 128 for signals.
 """
 
 import signal
@@ -49,7 +49,10 @@ def describe(returncode: int) -> str:
 
 
 def exit_status(returncode: int) -> int:
-    """The exit status that a shell reports for a `returncode` of `subprocess`: 128 + signal."""
+    """Return the exit status that a shell reports for a `returncode` of `subprocess`.
+
+    For a process that a signal killed it is 128 + the signal's number.
+    """
     return returncode if returncode >= 0 else 128 - returncode
 
 

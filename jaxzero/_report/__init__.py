@@ -1,6 +1,7 @@
-"""Bytes per device and host, bytes on each link, the timeline of a plan: five lines, then tables.
+"""Report the bytes that devices and hosts hold, the bytes on each link, and a plan's timeline.
 
-In: layouts and a `Plan`. Out: a `Report` that prints itself. It changes and runs nothing.
+In: layouts and a `Plan`. Out: a `Report`, which prints five lines and the tables that are asked
+for. Nothing is changed or run.
 """
 
 from .data import Traffic as Traffic

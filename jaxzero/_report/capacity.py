@@ -1,8 +1,9 @@
-"""The largest model of a report's shape that given memory holds; the formula is in `Report`.
+"""Compute how many layers of a report's model fit in memory; see `Report.largest_model`.
 
-Layers are found in two ways: a leaf that a loop of the step scans has a layer for each iteration,
-and leaves whose paths differ in one number only, and have one shape, are layers of one kind. Where
-these numbers differ, the repeated unit is their greatest common divisor.
+Layers are found in two ways. A leaf that a loop of the step scans has one layer for each iteration.
+Leaves of one shape whose paths differ in one number only are the layers of one kind. If not all
+leaves have the same number of layers, the model is a repetition of a unit, and the greatest common
+divisor of these numbers says how often it is repeated.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from .timeline import spans
 
 @dataclasses.dataclass(frozen=True)
 class LargestModel:
-    """How many layers fit, and what they take.
+    """The largest model that fits in memory: its layers, parameters and bytes.
 
     Attributes:
         num_layers: number of layers; 0 if not even one fits. In a model whose loops differ in
             length, the number of times that the repeated unit fits.
-        num_parameters: elements of the parameters of that model, without padding.
-        limit: the memory that an additional layer does not fit into, "device" or "host".
-        device_bytes: bytes that it takes in the memory of one device.
-        host_bytes: bytes that it takes in host memory, for one device.
+        num_parameters: elements of the model's parameters, without padding.
+        limit: the memory that one more layer does not fit into, "device" or "host".
+        device_bytes: bytes of the model in the memory of one device.
+        host_bytes: bytes of the model in host memory, for one device.
     """
 
     num_layers: int
@@ -41,7 +42,7 @@ class LargestModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Size:
-    """A number that grows with the layers: `rest + n * layer`."""
+    """A number of bytes or elements that grows with the layers: `rest + n * layer`."""
 
     rest: int
     layer: int
@@ -53,7 +54,7 @@ class _Size:
         return self.rest + num_layers * self.layer
 
     def most(self, limit: int) -> float:
-        """The most layers within `limit`; negative if not even the rest is."""
+        """Return how many layers fit within `limit`; negative if `rest` alone does not fit."""
         if self.rest > limit:
             return -1.0
         return float((limit - self.rest) // self.layer) if self.layer else math.inf
@@ -66,11 +67,11 @@ def largest_model(
     activation_bytes: int,
     layer_activation_bytes: int,
 ) -> LargestModel:
-    """The largest model that memory holds; see `Report.largest_model`.
+    """Return the largest model that memory holds; see `Report.largest_model`.
 
     Raises:
-        ValueError: an argument is no number of bytes; the report has no plan or no optimizer state;
-            or the model has no layers.
+        ValueError: an argument is not a number of bytes; the report has no plan or no optimizer
+            state; or the model has no layers.
     """
     check_bytes(
         device_bytes=device_bytes,
@@ -99,7 +100,7 @@ def largest_model(
 
 
 def check_bytes(**given: Any) -> None:
-    """Raise `ValueError` for an argument that is no number of bytes."""
+    """Raise `ValueError` unless all arguments are numbers of bytes, 0 or more."""
     for name, value in given.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
             raise ValueError(
@@ -113,7 +114,7 @@ def _elements(row: Row) -> int:
 
 
 class _Layers:
-    """The layers of a report's model, and what they take."""
+    """Finds the leaves in a report that belong to layers, and sums bytes of layers and the rest."""
 
     def __init__(self, report: ReportData):
         self.report = report
@@ -127,22 +128,22 @@ class _Layers:
             )
 
     def size(self, amount: Callable[[Row], int], rows: Iterable[Row]) -> _Size:
-        """The sum of `amount` over rows: of layers, and of the rest."""
+        """Sum `amount` over rows: over those of one layer, and over those outside of the layers."""
         return self._split((row.path, amount(row)) for row in rows)
 
     def of_rows(self, memory: str) -> _Size:
-        """Bytes of all rows on the device or the host."""
+        """Return the bytes of all rows in one memory: field "device_bytes" or "host_bytes"."""
         return self.size(lambda row: getattr(row, memory), self.report.rows)
 
     def copied_whole(self) -> _Size:
-        """Bytes on the device of offloaded leaves that a step copies in full."""
+        """Return the bytes in device memory of offloaded leaves that a step copies in full."""
         traffic = self.report.host_traffic
         whole = traffic.whole if traffic else ()
         largest = {(x.purpose, x.name): x.num_bytes for x in whole}
         return self._split((name, size) for (_, name), size in largest.items())
 
     def slices(self, plan: Plan) -> _Size:
-        """Bytes of node slices (hpZ), in proportion to the parameters that are split."""
+        """Return the bytes of node slices (hpZ), divided in proportion to the split parameters."""
         split = [x for x in self.report.rows if x.kind == "parameters" and x.dim is not None]
         total = sum(row.total_bytes for row in split)
         if not plan.slice_bytes or not total:
@@ -159,13 +160,16 @@ class _Layers:
         return _Size(rest, math.ceil(layers / self.num))
 
     def _is_layer(self, path: str) -> bool:
-        """Whether a leaf is of layers. A leaf of the state has its parameter's path at the end."""
+        """Return True if a leaf belongs to the layers.
+
+        The path of a leaf of the optimizer state ends with the path of its parameter.
+        """
         parts = path.split(".")
         return any(".".join(parts[i:]) in self.paths for i in range(len(parts)))
 
 
 def _scanned(plan: Plan | None) -> dict[str, int]:
-    """For each leaf that a loop of the step scans, the loop's number of iterations."""
+    """Return, for each leaf that a loop of the step scans, the loop's number of iterations."""
     if plan is None:
         return {}
     return {
@@ -177,9 +181,10 @@ def _scanned(plan: Plan | None) -> dict[str, int]:
 
 
 def _numbered(rows: Iterable[Row]) -> dict[str, int]:
-    """For each parameter in numbered layers, the number of layers.
+    """Return, for each parameter in numbered layers, the number of layers.
 
-    These are parameters of one shape and dtype whose paths differ in their first number only.
+    Parameters are of numbered layers if they have one shape and dtype, and their paths differ in
+    their first number only.
     """
     kinds: dict[tuple, list[str]] = {}
     for row in rows:
@@ -192,7 +197,10 @@ def _numbered(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def _step_bytes(plan: Plan) -> int:
-    """The most bytes of full weights, unreduced gradients and fetched shards at one time."""
+    """Return the most bytes that a step holds at one time of arrays that live within the step.
+
+    These are full weights, unreduced gradients, and shards fetched from host memory.
+    """
     held = [span for span in spans(plan) if span.windowed]
     live = np.zeros(1 + max((span.stop for span in held), default=0), np.int64)
     for span in held:

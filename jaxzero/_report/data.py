@@ -1,7 +1,7 @@
 """The data of a report: the layout of each leaf, the traffic and the plan of a step.
 
-Traffic is what one optimizer step sends, for each axis and purpose, and what it copies between host
-memory and device memory, on one device.
+Traffic is the number and bytes of the collectives of one optimizer step, for each axis and purpose,
+and the bytes that one device copies from and to host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REGIONS = {"before forward": "forward", "the end": "backward"}  # others are pa
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf: how it is split, and its bytes."""
+    """One leaf of the parameters, gradients or optimizer state: its layout and its bytes."""
 
     kind: str  # "parameters", "gradients" or "optimizer state"
     path: str
@@ -45,7 +45,7 @@ class Amount:
         collectives: number of collectives that run in one optimizer step.
         device_bytes: bytes that enter one device in one optimizer step.
         microbatch_bytes: bytes that enter one device in each micro-batch; with hpZ in each but the
-            first, in which the node slices are gathered. 0 if there is only one micro-batch.
+            first, which gathers the node slices. 0 if there is only one micro-batch.
     """
 
     collectives: int
@@ -55,11 +55,11 @@ class Amount:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Everything that one optimizer step sends.
+    """All collectives of one optimizer step, with their bytes.
 
     Attributes:
-        transfers: every collective of the program, in the order it was issued.
-        num_local: devices of a node, those along `tokens` included.
+        transfers: every collective of the program, in the order in which they are issued.
+        num_local: devices of a node, including those along the axis `tokens`.
         axes: the mesh axes over which weights and gradients travel.
         slice_bytes: bytes of the node slices that one device keeps for the step (hpZ).
     """
@@ -71,13 +71,13 @@ class Traffic:
 
     @classmethod
     def of(cls, plan: Plan, mesh: AnyMesh) -> Traffic:
-        """The traffic of a plan for `mesh`."""
+        """Make the traffic of a plan on a mesh."""
         axes = (*AXES, TOKENS) if TOKENS in mesh.shape else AXES
         num_local = mesh.shape[LOCAL] * mesh.shape.get(TOKENS, 1)
         return cls(plan.transfers, num_local, plan.slice_bytes, axes)
 
     def amount(self, wanted: Callable[[Transfer], bool] = lambda _: True) -> Amount:
-        """Number and bytes of the collectives for which `wanted` is true; by default of all."""
+        """Return the number and bytes of the collectives for which `wanted` is true."""
         return _sum([transfer for transfer in self.transfers if wanted(transfer)])
 
     @property
@@ -86,7 +86,7 @@ class Traffic:
         return sum(map(self.node_bytes_for, dict.fromkeys(t.purpose for t in self.transfers)))
 
     def node_bytes_for(self, purpose: str) -> int:
-        """The part of `node_bytes` for one purpose: a `Transfer.purpose`, such as "weights"."""
+        """Return the part of `node_bytes` with one `Transfer.purpose`, such as "weights"."""
         some = (t for t in self.transfers if t.purpose == purpose)
         return self.num_local * sum(t.node_bytes * t.trips for t in some)
 
@@ -98,18 +98,19 @@ class Traffic:
         )
 
     def of_kind(self, kind: tuple[str, str, str, str]) -> Amount:
-        """The amount of all transfers of one of `kinds`."""
+        """Return the number and bytes of all transfers of one of `kinds`."""
         return self.amount(lambda t: (t.purpose, t.axis, t.collective, t.dtype) == kind)
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model: the paths of leaves, up to where they begin to differ."""
+        """The parts of the model: paths of leaves, cut after the first component that differs."""
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:
-        """The amount of the weights and gradients of one of `groups`, on one axis.
+        """Return the number and bytes of the collectives for one of `groups` over one mesh axis.
 
-        A collective for leaves of several groups counts in each of them.
+        A collective for leaves of several groups counts once in each group, with its bytes for the
+        leaves of that group.
         """
 
         def belongs(t: Transfer) -> bool:
@@ -134,7 +135,11 @@ class Traffic:
         return next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The traffic as plain data: in total, by kind, by part of the model, and by leaf."""
+        """Return the traffic as dicts, lists, numbers and texts.
+
+        It comes in total, by kind ("kinds"), by part of the model ("groups"), and by leaf
+        ("leaves").
+        """
         leaves: dict[tuple[str, str, str], list[Transfer]] = {}
         for part in self._by_leaf:
             leaves.setdefault((part.purpose, part.name, part.axis), []).append(part)
@@ -183,16 +188,16 @@ def _part_of(x: HostTransfer) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HostTraffic:
-    """What one device copies from and to host memory in one optimizer step.
+    """The copies of one device from and to host memory in one optimizer step.
 
     Attributes:
-        transfers: every copy of forward and backward, in the order it was issued; None without a
-            plan of the step.
-        update: bytes that the optimizer's update copies to the device, and to the host: each
-            offloaded gradient, parameter and leaf of the optimizer state to the device once, and
-            the last two back. An optimizer that first takes a norm over all gradients reads them
-            once more. Leaves that the plan updates in backward are left out. None without
-            optimizer state.
+        transfers: every copy of forward and backward, in the order in which they are issued; None
+            without a plan of the step.
+        update: bytes that the optimizer's update copies to the device, and bytes that it copies to
+            the host. It copies each offloaded gradient, parameter and leaf of the optimizer state
+            to the device once, and parameters and optimizer state back. An optimizer that first
+            takes a norm over all gradients copies them once more, which is not counted. Leaves that
+            the plan updates in backward are not counted either. None without optimizer state.
     """
 
     transfers: tuple[HostTransfer, ...] | None
@@ -200,16 +205,16 @@ class HostTraffic:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Of "forward", "backward" and "update" those that are known."""
+        """The parts of a step whose copies are known, of "forward", "backward" and "update"."""
         known = () if self.transfers is None else PARTS[:2]
         return known if self.update is None else (*known, PARTS[2])
 
     def num_bytes(self, to: str, part: str | None = None) -> int:
-        """Bytes that one device copies in one step.
+        """Return the bytes that one device copies in one step, in one direction.
 
         Args:
-            to: "device", from host memory; or "host", to it.
-            part: one of `parts`, by when a copy is issued; by default all of them.
+            to: "device" for copies from host memory, "host" for copies to host memory.
+            part: one of `parts`, in which the copies are issued; None: all parts.
         """
         if part is None:
             return sum(self.num_bytes(to, part) for part in self.parts)
@@ -222,11 +227,11 @@ class HostTraffic:
 
     @property
     def whole(self) -> tuple[HostTransfer, ...]:
-        """The copies of a full leaf at once, which therefore lies in device memory in full."""
+        """The copies of a full leaf at once, for which device memory must hold the full leaf."""
         return tuple(x for x in self.transfers or () if not x.windowed)
 
     def as_dict(self) -> dict[str, Any]:
-        """The bytes of each part, and every copy of forward and backward, as plain data."""
+        """Return the bytes of each part, and every copy of forward and backward, as plain data."""
         return {
             "parts": {
                 part: {f"to_{to}": self.num_bytes(to, part) for to in ("device", "host")}
@@ -241,7 +246,7 @@ class HostTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class ReportData:
-    """The layout of a training job's state, and what a step of it sends, as numbers."""
+    """The layout of a training job's state, and the traffic and plan of its step, as numbers."""
 
     num_devices: int
     rows: tuple[Row, ...]
@@ -251,15 +256,15 @@ class ReportData:
     has_state: bool = False  # whether the optimizer state was given, which may have no arrays
 
     def device_bytes(self, kind: str) -> int:
-        """Bytes of `kind` in the memory of one device."""
+        """Return the bytes of the rows of one `Row.kind` in the memory of one device."""
         return sum(row.device_bytes for row in self.rows if row.kind == kind)
 
     def host_bytes(self, kind: str) -> int:
-        """Bytes of `kind` in host memory for one device; a host has those of all its devices."""
+        """Return the bytes of one `Row.kind` in host memory for one device of the host."""
         return sum(row.host_bytes for row in self.rows if row.kind == kind)
 
     def total_bytes(self, kind: str) -> int:
-        """Bytes of `kind` if one device held it all, without padding."""
+        """Return the bytes of one `Row.kind` if one device held it all, without padding."""
         return sum(row.total_bytes for row in self.rows if row.kind == kind)
 
     @property
@@ -267,7 +272,7 @@ class ReportData:
         return tuple(dict.fromkeys(row.kind for row in self.rows))
 
     def as_dict(self) -> dict[str, Any]:
-        """The full report as dicts, lists, numbers and strings, such as for JSON."""
+        """Return the full report as dicts, lists, numbers and strings that JSON can hold."""
         return {
             "num_devices": self.num_devices,
             "bytes": {

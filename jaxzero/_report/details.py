@@ -1,4 +1,4 @@
-"""The tables of a report, one for each `detail`."""
+"""Make the tables of a report: one for each name that `Report.print` takes as `detail`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .timeline import Span, spans, waits
 
 
 def available_details(report: ReportData) -> tuple[str, ...]:
-    """The details that this report can print: most need a plan."""
+    """Return the names of the tables that a report can print: most need a plan."""
     return DETAILS if report.plan is not None else NEED_NO_PLAN
 
 
 def check_detail(report: ReportData, detail: str) -> None:
-    """Check that this report can print a detail.
+    """Raise `ValueError` unless the report can print the table `detail`.
 
-    Raises:
-        ValueError: there is no such detail, or it needs a plan and the report has none.
+    It cannot if there is no table of this name, or if the table needs a plan and the report has
+    none.
     """
     if detail not in DETAILS:
         raise ValueError(
@@ -37,7 +37,7 @@ def check_detail(report: ReportData, detail: str) -> None:
 
 
 def detail_table(report: ReportData, detail: str) -> TextTable:
-    """The table of one detail, which `check_detail` has checked."""
+    """Make the table `detail`, a name that `check_detail` has accepted."""
     return _TABLES[detail](report)
 
 
@@ -114,7 +114,16 @@ def _reductions(report: ReportData) -> TextTable:
 
 
 def _buckets(title: str, report: ReportData, action: str, *footer: str) -> TextTable:
-    """One row for each bucket, with its leaves below; buckets of equal layers share a row."""
+    """Make a table with a row for each bucket, and the bucket's leaves below the row.
+
+    Buckets of equal layers share a row.
+
+    Args:
+        title: what the buckets are, such as "All-gathers".
+        report: the report.
+        action: the `Span.action` of the buckets, "gather" or "reduce".
+        *footer: lines below the table.
+    """
     shown = [span for span in spans(_plan(report)) if span.action == action]
     cells = [
         (
@@ -240,7 +249,10 @@ def _timeline(report: ReportData) -> TextTable:
 
 
 def _when(span: Span) -> str:
-    """When a bucket is sent, without the number of the operation, which differs between layers."""
+    """Say in words when a bucket is sent, without the number of an operation.
+
+    Numbers differ between layers, and would keep equal layers from sharing a row.
+    """
     if span.sent == "in the iteration before":
         return "prefetched (iteration before)"
     if span.sent == "in the iteration after":

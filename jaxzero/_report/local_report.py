@@ -1,4 +1,4 @@
-"""The report of local steps: what a device holds between rounds, and what crosses between nodes."""
+"""The report of local steps: bytes that a device holds between rounds, and bytes between nodes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class LocalReport:
 
     @property
     def timeline(self) -> tuple[tuple[int, int], ...]:
-        """For each fragment, after how many steps of the round it is sent, and used."""
+        """For each fragment `(sent, used)`: after so many steps of the round it is sent or used."""
         steps = self.every // self.fragments
         ends = range(steps, self.every + 1, steps)
         return tuple((end - self.delay, end) for end in ends)
 
     @property
     def travelling_bytes(self) -> int:
-        """Bytes that a device holds while a fragment travels, beside those between rounds."""
+        """Bytes that a device holds while a fragment travels, in addition to `device_bytes`."""
         return self.message_bytes + self.kept_bytes
 
     @property
@@ -63,7 +63,7 @@ class LocalReport:
         return self.bytes_per_step / (2 * self.num_elements) if self.num_elements else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as dicts, strings and numbers, such as for JSON."""
+        """Return the report as dicts, strings and numbers that JSON can hold."""
         return {
             **dataclasses.asdict(self),
             "device_bytes": dict(self.device_bytes),

@@ -1,4 +1,4 @@
-"""`Report`: memory, traffic, full weights and exposed collectives in five lines, then tables."""
+"""`Report`, which prints memory, traffic, full weights and exposed collectives in five lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_PLAN = "not known: pass `plan=zero.plan(loss_fn, params, batch)`"
 
 
 class Report(ReportData):
-    """The layout of a training job's state, and what a step of it sends."""
+    """The layout of a training job's state, and the traffic and plan of its step; `print` it."""
 
     def __repr__(self) -> str:
         return "\n".join(summary_lines(self, available_details(self)))
@@ -30,19 +30,19 @@ class Report(ReportData):
     def print(
         self, detail: str | Sequence[str] | None = None, console: Console | None = None
     ) -> None:
-        """Print five lines, then the tables asked for.
+        """Print five lines, then the tables that `detail` names.
 
-        The lines are: the bytes that a device holds; those that enter a node in a step; the weights
-        that are held in full, and for how long; the largest collective that nothing overlaps with;
-        and the details that there are.
+        The lines are: the bytes that a device holds; the bytes that enter a node in a step; the
+        weights that are held in full, and for how long; the largest collective that nothing
+        overlaps with; and the names of the tables.
 
         Args:
-            detail: one or several of "leaves", "state", "gathers", "reductions", "waits",
-                "traffic", "parts", "host" and "timeline". All but the first two need a plan.
-            console: where to print; its width bounds that of the tables.
+            detail: the name of a table, or several: "leaves", "state", "gathers", "reductions",
+                "waits", "traffic", "parts", "host", "timeline". All but the first two need a plan.
+            console: where to print; tables are no wider.
 
         Raises:
-            ValueError: there is no such detail, or the report lacks the plan for it.
+            ValueError: there is no such table, or it needs a plan and the report has none.
         """
         details = [detail] if isinstance(detail, str) else list(detail or ())
         for name in details:
@@ -62,36 +62,36 @@ class Report(ReportData):
         activation_bytes: int = 0,
         layer_activation_bytes: int = 0,
     ) -> LargestModel:
-        """The largest model with these layers, this config and this optimizer that memory holds.
+        """Return the deepest model that fits in memory, with layers like those of this report.
 
-        The model of the report is taken apart into layers, which are repeated, and the rest
-        (embeddings, a head). With `n` layers, one device needs
+        Config and optimizer stay the same. The model of the report is taken apart into layers,
+        which are repeated, and the rest (embeddings, a head). With `n` layers, one device needs
 
-            rest + n * layer + step <= device_bytes, host rest + n * host layer <= host_bytes,
+            rest + n * layer + step <= device_bytes, host rest + n * host layer <= host_bytes
 
-        where `rest` and `layer` are the bytes of parameters, gradients and optimizer state, padding
-        included; offloaded leaves count on the host. If a step copies an offloaded leaf in full,
-        `layer` has it too. `step` is the most that weights in full, unreduced gradients and shards
-        copied ahead take at one time, which does not depend on `n`, plus `activation_bytes`. A
-        device holds gradients, parameters and state together, as between gradient and update. Node
-        slices (hpZ) that a step keeps count in proportion to the parameters.
+        `rest` and `layer` are the bytes of parameters, gradients and optimizer state together, with
+        padding, since a device holds all three between gradient and update. Offloaded leaves count
+        on the host; those that a step copies in full also count on the device. Node slices (hpZ)
+        count in proportion to the parameters. `step` is `activation_bytes` plus the most bytes that
+        full weights, unreduced gradients and shards copied ahead take at one time, which do not
+        depend on `n`.
 
         Args:
             device_bytes: memory of one device.
             host_bytes: memory of the host for one device: of 8 devices, an eighth of a host's.
-            activation_bytes: what a step needs besides, such as the activations of one layer, the
-                logits, and buffers of the compiler. `temp_size_in_bytes` of the compiled step's
-                `memory_analysis()` is an upper bound for a model of this depth.
-            layer_activation_bytes: what each layer keeps until backward, in device memory; under
-                `jax.checkpoint` its input.
+            activation_bytes: bytes that a step needs besides, such as for the activations of one
+                layer, the logits, and buffers of the compiler. `temp_size_in_bytes` of the compiled
+                step's `memory_analysis()` is an upper bound for a model of this depth.
+            layer_activation_bytes: bytes that each layer keeps in device memory until backward;
+                under `jax.checkpoint` those of its input.
 
         Returns:
-            The number of layers and parameters, and the bytes that they take; 0 layers if not even
-            one fits. It is a bound by arithmetic: nothing is compiled.
+            The number of layers and parameters, and the bytes that the model takes; 0 layers if not
+            even one fits. It is a bound by arithmetic: nothing is compiled.
 
         Raises:
-            ValueError: the report has no plan or no optimizer state; no layers are found, which are
-                iterations of a loop or numbered parts of the tree (`layers.0.kernel`); or a number
+            ValueError: the report has no plan or no optimizer state; no layers are found, neither
+                iterations of a loop nor numbered parts of the tree (`layers.0.kernel`); or a number
                 of bytes is negative.
         """
         return largest_model(
@@ -107,14 +107,14 @@ def make_report(
     mesh: AnyMesh,
     axes: dict[str, tuple[str, ...]],
 ) -> Report:
-    """Make the report of trees that are laid out, and of a training step.
+    """Make a report from the layouts of a training job's state and the plan of its step.
 
     Args:
         params: layouts of the parameters.
-        gradients: layouts of their gradients; those of parameters that are stored encoded are left
-            out, as there are none.
-        state: layouts of the optimizer state, if there is one.
-        plan: plan of the training step, if there is one.
+        gradients: layouts of the gradients. Parameters that are stored encoded have no gradients,
+            so the report leaves these out.
+        state: layouts of the optimizer state; None: the report has none.
+        plan: plan of the training step; None: the report has none.
         mesh: gives the number of devices.
         axes: for each `Row.kind`, the mesh axes that split it.
     """
@@ -167,11 +167,13 @@ def _row(kind: str, leaf: LeafSpec, mesh: AnyMesh, axes: tuple[str, ...]) -> Row
 
 
 def summary_lines(report: ReportData, details: Sequence[str]) -> tuple[str, ...]:
-    """The five lines, of at most 80 columns. A name that does not fit is left out, never cut.
+    """Return the five lines of a report, of at most 80 columns.
+
+    A name of a leaf that does not fit is left out, never cut.
 
     Args:
         report: the report to sum up.
-        details: names of the tables that it can print.
+        details: names of the tables that the report can print.
     """
     return (
         _fitting("Per device", *_held(report)),
@@ -183,7 +185,7 @@ def summary_lines(report: ReportData, details: Sequence[str]) -> tuple[str, ...]
 
 
 def _fitting(label: str, *texts: str) -> str:
-    """The first of `texts` that leaves the line short enough; the last is always short."""
+    """Return the line of a label and the first of `texts` that fits; the last one always fits."""
     lines = [f"{label:<12}  {text}" for text in texts]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])
 
@@ -206,7 +208,7 @@ def _held(report: ReportData) -> list[str]:
 
 
 def _without_unit(size: str, total: str) -> str:
-    """`size`, without its unit if `total` has the same one: `1.50`, of `6.00 GiB`."""
+    """Return `size` without its unit if `total` has the same one: "1.50" of "6.00 GiB"."""
     number, unit = size.split(" ")
     return number if total.endswith(f" {unit}") else size
 
@@ -232,7 +234,7 @@ def _sent(traffic: Traffic | None) -> list[str]:
 
 
 def _whole(report: ReportData) -> list[str]:
-    """Texts with the peak of full weights, the largest bucket and leaves stored whole."""
+    """Return texts, longest first, on full weights: peak, largest bucket, leaves stored whole."""
     kept = [row for row in report.rows if row.kind == "parameters" and row.dim is None]
     kept_text = f"{readable_bytes(sum(row.device_bytes for row in kept))} always"
     kept_text = f"{kept_text} ({len(kept)} {'leaf' if len(kept) == 1 else 'leaves'})"
@@ -258,7 +260,7 @@ def _whole(report: ReportData) -> list[str]:
 
 
 def _names(names: Sequence[str]) -> tuple[str, str]:
-    """Two names of a bucket: its leaves summarized, and shorter, the first and how many others."""
+    """Return a long and a short name of a bucket: its leaves summarized, and "first leaf +7"."""
     num = len(set(names)) - 1
     return summarized(names), f"{names[0]} +{num}" if num else names[0]
 

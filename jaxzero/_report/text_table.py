@@ -1,8 +1,7 @@
-"""Tables of plain text that fit a terminal: names stay whole, headings take one line.
+"""Print tables of plain text that fit a terminal: names stay whole, headings take one line.
 
-Names of repeated layers are on one line: `layers[0..23].mlp.up` stands for 24 leaves. Rows whose
-cells are equal, and whose names differ in one number only, become one row. No name is shortened
-otherwise.
+Rows become one row if their cells are equal and their names differ in one number only: then
+`layers[0..23].mlp.up` stands for 24 leaves. Names are not shortened in any other way.
 
 A name that is too long for its column takes a line of its own, and the cells follow on the next.
 Only text that is wider than the terminal is wrapped, after a dot, a comma or a space.
@@ -29,7 +28,7 @@ class TextTable:
     Attributes:
         title: a line above the table; "" for none.
         headings: headings of all columns.
-        rows: cells, as many as `headings`.
+        rows: for each row its cells, as many as `headings`.
         notes: for each row, text to print indented below it, such as the leaves of a bucket; empty
             if there are no notes.
         footer: lines below the table.
@@ -42,7 +41,7 @@ class TextTable:
     footer: tuple[str, ...] = ()
 
     def lines(self, width: int) -> list[str]:
-        """The table as lines of at most `width` columns."""
+        """Return the table as lines of at most `width` characters."""
         widths = self._widths(width)
         text = wrapped(self.title, width) if self.title else []
         text += _row_lines(self.headings, self.headings, widths, width)
@@ -56,7 +55,7 @@ class TextTable:
         return [line.rstrip() for line in text]
 
     def without(self, heading: str) -> TextTable:
-        """The table without a column."""
+        """Return the table without the column of a heading."""
         i = self.headings.index(heading)
         headings, *rows = [(*row[:i], *row[i + 1 :]) for row in (self.headings, *self.rows)]
         return dataclasses.replace(self, headings=headings, rows=rows)
@@ -76,7 +75,7 @@ class TextTable:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """`text` as lines of at most `width` columns, broken at a space, else after `.`, `,` or `_`."""
+    """Break text into lines of at most `width` characters: at spaces, else after `.`, `,`, `_`."""
     lines, line = [], ""
     for word in text.split(" "):
         joined = f"{line} {word}" if line else word
@@ -91,7 +90,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _pieces(word: str, width: int) -> list[str]:
-    """Cut a word into pieces of at most `width` columns, after `.`, `,` or `_` where possible."""
+    """Cut a word into pieces of at most `width` characters, after `.`, `,` or `_` if possible."""
     pieces = [""]
     for part in re.findall(r"[^.,_]*[.,_]|[^.,_]+", word):
         for start in range(0, len(part), width):
@@ -141,13 +140,12 @@ _NUMBERS = {  # headings of columns that are aligned on the right
 
 @dataclasses.dataclass(frozen=True)
 class NamedRow:
-    """One row of a table.
+    """A row that `merge_layers` has made of one or several rows.
 
     Attributes:
-        names: names of the leaves in the row.
-        cells: the other columns.
-        members: the rows that were joined into this one, as indices into the sequence given to
-            `merge_layers`.
+        names: names of the leaves in the row, each of which may stand for several layers.
+        cells: the cells of the other columns.
+        members: the indices of the given rows that became this row.
     """
 
     names: tuple[str, ...]
@@ -156,14 +154,15 @@ class NamedRow:
 
 
 def merge_layers(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[NamedRow]:
-    """Join rows that are equal, or equal except for one number in their names.
+    """Join rows that are equal, or that differ only in one number in their names.
+
+    If rows have several names, all names of a row must have the same number in the same place.
 
     Args:
         rows: `(names, cells)` of each row.
 
     Returns:
-        The rows in the order of their first members. A row of several leaves is joined only where
-        all of its names have the same number.
+        The joined rows, in the order of their first members.
     """
     equal: dict[tuple, list[int]] = {}
     for index, (names, cells) in enumerate(rows):
@@ -177,7 +176,7 @@ def merge_layers(rows: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[Na
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers as text, sorted and with runs joined: `0..3,5`."""
+    """Format numbers as sorted text with runs joined: "0..3,5"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][-1] == number - 1:
@@ -188,7 +187,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def summarized(names: Sequence[str]) -> str:
-    """Name several leaves by their common path, or by the first and the number of the others."""
+    """Name several leaves by their common path; without one, by "first and 3 more"."""
     names = tuple(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]
@@ -202,7 +201,7 @@ def summarized(names: Sequence[str]) -> str:
 
 
 def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
-    """Join rows whose names differ in component `place`, where it is a number."""
+    """Join rows whose names differ only in their component `place`, a number."""
     groups: dict[tuple, list] = {}
     for paths, cells, members in rows:
         number = _shared_number(paths, place)
@@ -221,7 +220,7 @@ def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
 
 
 def _shared_number(paths: tuple[_Path, ...], place: int) -> int | None:
-    """The number that all paths have as component `place`; None if they have none, or several."""
+    """Return the number that all paths have as component `place`; None if there is no such one."""
     components = {path[place] if len(path) > place else None for path in paths}
     one = next(iter(components)) if len(components) == 1 else None
     return int(one) if isinstance(one, str) and one.isdecimal() else None

@@ -1,11 +1,11 @@
-"""A plan as a timeline: for each bucket and host copy, when it begins and how long it is held.
+"""Show a plan as a timeline: when each bucket and host copy begins, and how long it is held.
 
 Time is counted in operations of the program; a loop counts as one iteration of its body.
 
-A plan has no link rates, so it predicts no seconds. It does show which all-gather has no costly
-operation (a matrix product, a convolution, a loop) between its launch and the first use of its
-weights, and which reduction has none after it. Those are exposed whatever the links are: what the
-devices wait for in every step.
+A plan has no link rates, so it predicts no seconds. But it shows which collectives are exposed,
+that is, waited for in every step however fast the links are. An all-gather is exposed if no costly
+operation (a matrix product, a convolution, a loop) runs between its launch and the first use of its
+weights. A reduction is exposed if no costly operation runs after it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ COPIES = ("fetch", "offload")  # the actions that copy from or to host memory
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One bucket, or the copies from or to host memory of the leaves of one, on the timeline.
+    """The time that one bucket takes memory: of a collective, or of a copy from or to host memory.
 
     Attributes:
         action: "gather" (all-gather), "reduce" (reduce-scatter), "fetch" (copy from host memory) or
-            "offload" (copy to it).
-        region: "forward", "backward", or the loop it is in; for copies of full leaves also
-            "before forward" and "the end".
-        names: names of its leaves.
-        num_bytes: bytes of its full arrays; for a copy, of what one device copies.
-        sent: when it is sent or copied, in words: before or after which operation.
+            "offload" (copy to host memory).
+        region: "forward", "backward", or the loop that the bucket is in; for copies of full leaves
+            also "before forward" and "the end".
+        names: names of the bucket's leaves.
+        num_bytes: bytes of the full arrays; for a copy, the bytes that one device copies.
+        sent: when the bucket is sent or copied, in words: before or after which operation.
         start: for a gather, when its last hop begins; for a reduction, when its first gradient is
             computed; for a copy, when it begins.
         needed: when the first of its weights is used, or the last of its gradients is computed; for
             a fetch, when its weights are sent.
         stop: when its weights are dropped, or its gradients sent; for a fetch as `needed`.
-        trips: how often this happens in a step.
+        trips: how often the action happens in a step.
         held: for a fetch in a loop, how many layers are on the device at once.
         windowed: whether a copy is of one layer; otherwise of full leaves.
         hops: the mesh axes that the bucket is sent over, in order, each with when it is sent.
@@ -60,12 +60,12 @@ class Span:
 
     @property
     def alive(self) -> int:
-        """The number of operations during which the bucket takes memory."""
+        """For how many operations the bucket takes memory."""
         return self.stop - self.start + 1
 
 
 def spans(plan: Plan) -> tuple[Span, ...]:
-    """Every bucket and host copy of a plan, in the order in which they begin.
+    """Return the spans of all buckets and host copies of a plan, in the order in which they begin.
 
     A bucket that is in flight from one iteration of a loop to the next spans the full body.
     """
@@ -78,10 +78,9 @@ def spans(plan: Plan) -> tuple[Span, ...]:
 
 
 def live_bytes(plan: Plan) -> np.ndarray:
-    """Bytes of full weights, and of gradients not yet sent, at each operation.
+    """Return the bytes of full weights, and of gradients not yet sent, during each operation.
 
-    Returns:
-        `[2, operations]`: weights, then gradients.
+    The array is `[2, operations]`: weights, then gradients.
     """
     buckets = [span for span in spans(plan) if span.action not in COPIES]
     live = np.zeros((2, 2 + max((span.stop for span in buckets), default=0)), np.int64)
@@ -91,10 +90,9 @@ def live_bytes(plan: Plan) -> np.ndarray:
 
 
 def activation_bytes(plan: Plan) -> np.ndarray:
-    """Bytes of activations that forward keeps for backward, at each operation.
+    """Return the bytes of activations that forward keeps for backward, during each operation.
 
-    Returns:
-        `[operations]`, of one micro-batch; zeros for a program in stages.
+    The array is `[operations]`, for one micro-batch; zeros for a program in stages.
     """
     live = np.zeros(_length(plan.top), np.int64)
     for start, stop, num_bytes in _activations(plan.top):
@@ -103,13 +101,11 @@ def activation_bytes(plan: Plan) -> np.ndarray:
 
 
 def _activations(plan: BlockPlan) -> Iterator[tuple[int, int, int]]:
-    """When each value that forward keeps for backward is first and last held, and its bytes.
+    """Yield `(first, last, bytes)` for each value that forward keeps for backward.
 
-    Left out are values that depend on weights alone, views of other values, and values in host
-    memory.
-
-    Yields:
-        `(first, last, bytes)`: places on the timeline, both included.
+    `first` and `last` are the first and the last operation on the timeline during which the value
+    is held. Values that depend on weights alone, views of other values, and values in host memory
+    are left out.
     """
     if plan.last_forward is None:
         return
@@ -124,7 +120,7 @@ def _activations(plan: BlockPlan) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_in_host(operation: Operation, made: Value) -> bool:
-    """Whether a stack of a loop is copied to host memory, layer by layer."""
+    """Return True if `made` is a loop's stacked output that is copied to host memory by layer."""
     if not isinstance(operation, Loop):
         return False
     maker = operation.body.makers.get(operation.body.outputs[operation.outputs.index(made)])
@@ -166,7 +162,7 @@ def _span(top: BlockPlan, steps: list[PlanStep]) -> Span:
 
 
 def _copied(step: PlanStep, place: int) -> str:
-    """When a copy from or to host memory begins, in words."""
+    """Say in words when a copy from or to host memory begins."""
     if not step.windowed:
         return "in full"
     if step.action == "offload":
@@ -175,7 +171,12 @@ def _copied(step: PlanStep, place: int) -> str:
 
 
 def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
-    """The block inside the loops of `path`, and where it begins on the timeline."""
+    """Return the body of the innermost of nested loops, and where it begins on the timeline.
+
+    Args:
+        plan: the plan of the outermost block.
+        path: for each of the loops, outermost first, its index in the block around it.
+    """
     offset = 0
     for index in path:
         assert isinstance(plan.block.operations[index], Loop)
@@ -185,7 +186,10 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 
 
 def _after_loops(plan: BlockPlan, index: int) -> int:
-    """The place of an operation on the timeline: loops before it count as one iteration."""
+    """Return the place of operation `index` on its block's timeline.
+
+    Each loop before it adds the operations of one iteration.
+    """
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 
 
@@ -195,14 +199,14 @@ def _length(plan: BlockPlan) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A bucket that is exposed: nothing overlaps with its collective.
+    """A bucket whose collective is exposed: no costly operation overlaps with it.
 
     Attributes:
         action: "all-gather", "reduce-scatter" or "all-reduce".
-        region: "forward", "backward", or the loop it is in.
-        names: names of its leaves.
-        num_bytes: bytes of its full arrays, before encoding; 0 if not known.
-        trips: how often this happens in one run of the program.
+        region: "forward", "backward", or the loop that the collective is in.
+        names: names of the bucket's leaves.
+        num_bytes: bytes of the full arrays, before encoding; 0 if not known.
+        trips: how often the collective runs in one run of the program.
     """
 
     action: str
@@ -213,7 +217,7 @@ class Wait:
 
 
 def waits(plan: Plan) -> tuple[Wait, ...]:
-    """The exposed buckets of a plan, the largest first."""
+    """Return the exposed buckets of a plan, the largest first."""
     purposes = {transfer.purpose for transfer in plan.transfers}
     exposed = list(_of_block(plan.top, (), 1))
     if plan.slice_bytes and not _keeps_slices(plan.top):

@@ -1,8 +1,8 @@
-"""Move trees from the shards of `Zero` to any other sharding, and count beforehand what that takes.
+"""Move trees from the shards of `Zero` to any other sharding, and count the bytes beforehand.
 
 In: a tree that a `Zero` laid out, a mesh and `PartitionSpec`s. Out: ordinary arrays, or a report.
-`jaxzero` exports `reshard` and `reshard_report`; benchmarks compile what `planned` and `lowered`
-return; no other room imports this one.
+`jaxzero` exports `reshard` and `reshard_report`. Benchmarks compile the results of `planned` and
+`lowered`. No other package of the library imports this one.
 """
 
 from .reshard import lowered as lowered

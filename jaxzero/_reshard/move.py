@@ -1,14 +1,14 @@
-"""`Move`: how each device's shard of an array is moved to a new split.
+"""`Move`: the collectives that move an array from one split over devices to another.
 
 A shard is a grid of pieces, with a dim for each factor of the array's dims (see `steps`). A piece
 is a row of numbers or, with a codec, a message. Collectives move pieces of this grid. So a piece is
 encoded once, by the device that has it at first, and decoded once, on each device that keeps it.
 
-[Note: windows] Some cuts do not fit each other: of an array that is padded on a dim that the
-destination splits, of meshes whose devices are in an order that is no reshaped form of the old one,
-of dims that 3 devices split and 2 are to split. Then all devices gather a window of rows, which is
-a move to no split of any dim, and each keeps the rows of its part of the result. A row enters a
-node once, and then every device of it. A device holds its part of the result and one window.
+[Note: windows] Some old and new splits do not fit each other: if the array is padded on a dim that
+the new split divides; if the devices of the new mesh are in an order that is no reshaped form of
+the old order; or if 3 devices split a dim and 2 are to split it. Then all devices gather a window
+of rows, in full, and each keeps the rows that are in its part of the result. A row enters a node
+once, and then each of its devices. A device holds its part of the result and one window.
 
 Legend: f, g factors before and after, each of its size or of 1 where it is split; m, n numbers of a
 piece, or bytes of its message; K devices of a collective; k shards, h rows of each in a window.
@@ -36,13 +36,15 @@ from .steps import MoveStep, Route
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """How an array is gathered by rows along the dim that is split; see [Note: windows].
+    """How an array is cut into windows of rows, which devices gather; see [Note: windows].
+
+    Rows are the entries along one dim.
 
     Attributes:
-        dim: the dim that is split; if none is, any dim.
-        rows: rows of a shard.
-        height: rows of each shard in a window; the last window overlaps with the one before.
-        starts: for each device, the first index of its part of the result in each dim.
+        dim: the dim of rows: the dim that is split before the move; if none is, any dim.
+        rows: the rows of a shard.
+        height: the rows of each shard in a window; the last window overlaps with the one before.
+        starts: for each device, the first index in each dim of its part of the result.
     """
 
     dim: int
@@ -55,23 +57,23 @@ class Windows:
         return math.ceil(self.rows / self.height)
 
     def dim_first(self, values: Any) -> list[Any]:
-        """Values that are given for each dim, with that of `dim` moved to the front."""
+        """Reorder values, one for each dim of the array, so that the value of `dim` is first."""
         return [values[self.dim], *values[: self.dim], *values[self.dim + 1 :]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """The move of one array, from the shards that devices have to those of the new split.
+    """The move of one array, from the shards that devices have to the shards of a new split.
 
     Attributes:
-        leaf: how it is stored: true shape, padding, dtype, the codec of its messages.
-        block: shape of a device's shard of the stored array.
-        shape: the shape of what is moved: the padded array, or a window, its rows first.
+        leaf: the layout of the stored array: true shape, padding, dtype, the codec of its messages.
+        block: the shape of a device's shard of the stored array.
+        shape: the shape that `route` moves: that of the padded array, or of a window, rows first.
         route: the collectives.
-        target_block: shape of what a device has in the end, without padding.
-        dtype: the type that numbers are sent in, and arrive in.
-        codec: encodes what is sent; None sends numbers of `dtype`.
-        windows: the windows that are moved; None: the array is moved at once.
+        target_block: the shape of a device's shard of the result, without padding.
+        dtype: the dtype in which numbers are sent, and that of the result.
+        codec: encodes the pieces that are sent; None: numbers of `dtype` are sent.
+        windows: how the array is cut into windows; None: it is moved at once.
     """
 
     leaf: LeafSpec
@@ -89,28 +91,33 @@ class Move:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """For each dim of `shape`, how long a piece is."""
+        """The shape of a piece: its length in each dim of `shape`."""
         pairs = zip(self.shape, self.route.factors, strict=True)
         return tuple(size // math.prod(factors) for size, factors in pairs)
 
     @property
     def message(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a piece as it is sent."""
+        """The shape and dtype of a piece as it is sent."""
         num = math.prod(self.inner)
         if self.codec is not None:
             return self.codec.message(num, self.dtype)
         return jax.ShapeDtypeStruct((num,), bits_dtype(self.dtype))
 
     def grid(self, split: tuple[bool, ...]) -> tuple[int, ...]:
-        """How many pieces a device has along each factor, given which factors are split."""
+        """Return the shape of a device's grid of pieces.
+
+        A device has one piece along each factor that `split` marks, and all pieces along others.
+        """
         pairs = zip(self.route.sizes, split, strict=True)
         return tuple(1 if is_split else size for size, is_split in pairs)
 
     def run(self, x: Shaped[Array, ...], mesh: Mesh) -> Shaped[Array, ...]:
-        """Move a device's shard; inside a `shard_map` over all axes of `mesh`.
+        """Turn a device's shard of the stored array into its shard of the result, by collectives.
+
+        It runs on each device, inside a `shard_map` over all axes of `mesh`.
 
         Args:
-            x: shard of the stored array, of the shape `block`.
+            x: the device's shard of the stored array, of the shape `block`.
             mesh: the devices, with an axis for each digit of their coordinates (`Digits.mesh`).
         """
         x = x if self.leaf.codec is None else from_stored(x, self.leaf).join()
@@ -121,7 +128,7 @@ class Move:
         return self._moved(x, mesh)[mine] if self.route.steps else jnp.copy(x[mine])
 
     def _moved(self, x: Shaped[Array, ...], mesh: Mesh) -> Shaped[Array, ...]:
-        """A device's new shard, from its old one; padding is still there."""
+        """Return a device's new shard, padding included, from its old shard."""
         # The barriers keep XLA from moving a cast across the collectives.
         pieces = lax.optimization_barrier(self._pieces_of(x))
         for step in self.route.steps:
@@ -155,14 +162,14 @@ class Move:
         return jnp.moveaxis(total, 0, windows.dim)
 
     def _pieces_of(self, x: Shaped[Array, ...]) -> Shaped[Array, "*f n"]:
-        """A device's shard as the grid of pieces that are sent."""
+        """Cut a device's shard into its grid of pieces, and encode each piece for sending."""
         grid = self.grid(self.route.source)
         x = x.reshape([*itertools.chain(*self._cut(grid))]).transpose(self._factors_first)
         x = x.reshape(*grid, math.prod(self.inner))
         return to_bits(x) if self.codec is None else self.codec.encode_rows(x)
 
     def _joined(self, pieces: Shaped[Array, "*f n"]) -> Shaped[Array, ...]:
-        """A device's new shard, from the grid of pieces that it has after the last step."""
+        """Decode the pieces that a device has after the last step, and join them to its shard."""
         grid, num = self.grid(self.route.target), math.prod(self.inner)
         if self.codec is None:
             x = from_bits(pieces, self.dtype)
@@ -172,14 +179,17 @@ class Move:
         return x.reshape([math.prod(sizes) for sizes in self._cut(grid)])
 
     def _cut(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Cut each dim of a device's part into the sizes of its factors and of what is left."""
+        """Return, for each dim of a device's shard, the sizes of its factors and then of its rest.
+
+        `grid` is the device's grid of pieces. The rest of a dim is the length of a piece in it.
+        """
         remaining = iter(grid)
         pairs = zip(self.route.factors, self.inner, strict=True)
         return [(*itertools.islice(remaining, len(factors)), rest) for factors, rest in pairs]
 
     @property
     def _factors_first(self) -> list[int]:
-        """The permutation of the dims made by `_cut` that puts all factors before what is left."""
+        """The order of the dims of `_cut`, flattened, that puts all factors before all rests."""
         num_of_dims = [len(factors) + 1 for factors in self.route.factors]
         rests = [end - 1 for end in itertools.accumulate(num_of_dims)]
         return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]
@@ -197,8 +207,8 @@ def _exchange(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Ar
     x = x.transpose([*step.after, *others])
     sizes = [mesh.shape[digit] for digit in step.digits]
     received = all_to_all(x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), step.digits)
-    # The leading dims now count the senders: the factors that were split. These have size 1 in the
-    # rest, where they stand for those that are split now.
+    # The leading dims now count the senders, so they are the factors that were split before. Among
+    # the other dims these factors have size 1, in the places of the factors that are split now.
     renamed = dict(zip(step.before, step.after, strict=True))
     order = np.array([*step.before, *(renamed.get(i, i) for i in others)], int)
     return received.reshape(*sizes, *received.shape[1:]).transpose(np.argsort(order))
@@ -218,7 +228,10 @@ def _permute(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Arr
 
 
 def pairs(step: MoveStep, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """The `(sender, receiver)` pairs of a permutation, by index over its digits."""
+    """Return the `(sender, receiver)` pairs of a step that permutes shards.
+
+    Devices are numbered by their coordinates along the digits of the step.
+    """
     sizes = [mesh.shape[digit] for digit in step.digits]
     source_of = [step.after.index(factor) for factor in step.before]
     messages = []

@@ -1,6 +1,6 @@
-"""`ReshardReport`: what `reshard` will send over each kind of link, and hold, before it runs.
+"""`ReshardReport`: the bytes that a `reshard` will send over each kind of link, and hold.
 
-Bytes that enter are counted device by device, beside the least that any method would send.
+The bytes that enter are counted for each device, and the least bytes that any method would send.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Boxes = Sequence[tuple[slice, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """One array of the tree.
+    """The move of one array of the tree: its collectives and its bytes.
 
     Attributes:
-        path: its place in the tree.
-        shape: its shape.
-        how: the collectives that move it to its new sharding, in words and in order.
-        into_node: bytes from other nodes that enter a node for it, all of its devices together.
-        into_device: bytes from other devices that enter a device for it.
-        device_bytes: bytes of its part of the result on one device.
+        path: the array's place in the tree.
+        shape: the array's shape.
+        how: the collectives that move the array to its new sharding, in words and in order.
+        into_node: bytes of the array that enter a node from other nodes, over all of its devices.
+        into_device: bytes of the array that enter a device from other devices.
+        device_bytes: bytes of one device's part of the result.
     """
 
     path: str
@@ -48,24 +48,26 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReshardReport:
-    """Bytes that a `reshard` sends and holds; `print` it.
+    """The bytes that a `reshard` sends and holds; `print` it.
 
-    Bytes are those of the node, or of the device, that gets most. Arrays that `jax.device_put`
-    takes to other devices, or that have no elements, are not in the bytes that are sent
-    (`num_uncounted`).
+    Bytes that enter a node, or a device, are those of the node or device that gets most. Arrays
+    that `jax.device_put` moves, and arrays without elements, are not counted (`num_uncounted`).
 
     Attributes:
         leaves: one row for each array.
         into_node: bytes that enter a node from other nodes.
-        least_into_node: the bytes, encoded alike, that its devices need and none of them has.
+        least_into_node: a lower bound of `into_node` for any method with the same encoding: the
+            bytes that the node's devices need and none of them has.
         into_device: bytes that enter a device from other devices of any node.
-        least_into_device: the bytes, encoded alike, that it needs and does not have.
-        source_bytes: bytes of the arrays that are moved, on one device.
+        least_into_device: a lower bound of `into_device` for any method with the same encoding: the
+            bytes that the device needs and does not have.
+        source_bytes: bytes of the arrays to move, on one device.
         result_bytes: bytes of the result, on one device.
-        program_bytes: the most that a program holds on a device besides its arguments and results.
-        windows: number of programs.
+        program_bytes: the most bytes that a program holds on a device besides its arguments and
+            results.
+        windows: the number of programs.
         largest_leaf_bytes: bytes of the largest array of the result, if a device had it in full.
-        num_uncounted: number of arrays that `jax.device_put` moves.
+        num_uncounted: the number of arrays that `jax.device_put` moves.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -82,11 +84,11 @@ class ReshardReport:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a device holds at once, the arrays that are moved included."""
+        """The most bytes that a device holds at once, including the arrays to move."""
         return self.source_bytes + self.result_bytes + self.program_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, such as for JSON."""
+        """Return the report as dicts, lists, strings and numbers that JSON can hold."""
         return {**dataclasses.asdict(self), "peak_bytes": self.peak_bytes}
 
     def __str__(self) -> str:
@@ -136,7 +138,7 @@ def _compared(name: str, sent: int, least: int) -> tuple[str, str, str]:
 
 
 def make_report(resharding: Resharding) -> ReshardReport:
-    """Count what a resharding sends and holds."""
+    """Count the bytes that a resharding sends and holds."""
     mesh, nodes = resharding.digits.mesh, resharding.nodes
     sent, least = np.zeros((2, mesh.size)), (np.zeros(mesh.size), np.zeros(nodes.max() + 1))
     rows, copies = [], [0]  # bytes of arrays without their padding, before `jax.device_put`
@@ -197,7 +199,17 @@ def _least(
     move: Move,
     resharding: Resharding,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The least bytes that must enter each device, and each node, encoded as they are sent."""
+    """Return the least bytes that must enter each device, and each node, to move one array.
+
+    Elements are counted in the encoding in which the move sends them.
+
+    Args:
+        leaf: the layout of the stored array.
+        source: the sharding of the stored array.
+        target: the sharding of the result.
+        move: the array's move.
+        resharding: has the devices and their nodes.
+    """
     devices = list(resharding.digits.mesh.devices.flat)
     plain = NamedSharding(source.mesh, plain_spec(leaf, source))
     had, asked = (
@@ -214,7 +226,7 @@ def _least(
 
 
 def _most(others: np.ndarray, outside: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
-    """The most bytes that enter one node from others, and one device from others.
+    """Return the most bytes that any node gets from other nodes, and any device from other devices.
 
     Args:
         others: for each device, bytes from other devices of any node.
@@ -225,7 +237,7 @@ def _most(others: np.ndarray, outside: np.ndarray, nodes: np.ndarray) -> tuple[i
 
 
 def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each device, the bytes that it gets from other devices, and those from other nodes.
+    """Return, for each device, the bytes that it gets from other devices, and from other nodes.
 
     Args:
         move: the move.
@@ -245,7 +257,10 @@ def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _senders(step: MoveStep, mesh: Mesh) -> np.ndarray:
-    """`[devices, K]`: the devices that send to each device, which may be one of them."""
+    """Return the devices that send to each device in a step, `[devices, K]`.
+
+    A device may be among its own senders.
+    """
     if step.kind == "slice":
         return np.arange(mesh.size)[:, None]
     members = groups(step.digits, mesh)
@@ -262,12 +277,12 @@ def _senders(step: MoveStep, mesh: Mesh) -> np.ndarray:
 def least_elements(
     shape: tuple[int, ...], before: Boxes, after: Boxes, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elements that must enter each device from others, and each node from other nodes.
+    """Return how many elements must enter each device from others, and each node from other nodes.
 
     Args:
         shape: the shape of the array.
-        before: the part of the array that each device has; what is beyond `shape` is padding.
-        after: the part that each device is to have.
+        before: the part of the array that each device has. Indices beyond `shape` are padding.
+        after: the part of the array that each device is to have.
         nodes: the node of each device.
     """
     dims = list(enumerate(shape))
@@ -277,7 +292,7 @@ def least_elements(
     elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
 
     def cells(number: int) -> np.ndarray:
-        """The cells that part `number` covers, as booleans in the shape of the grid of cells."""
+        """Return which cells part `number` covers, as booleans in the shape of the cells' grid."""
         parts = zip(edges, (x[number] for x in ends), strict=True)
         inside = [(low[:-1] >= start) & (low[:-1] < stop) for low, (start, stop) in parts]
         return functools.reduce(np.logical_and.outer, inside, np.array(True))
@@ -301,7 +316,7 @@ _NAMES = {
 
 
 def how(move: Move) -> str:
-    """The operations of a move in words: "all-to-all over local, all-gather over node"."""
+    """Name the operations of a move in words: "all-to-all over local, all-gather over node"."""
     if move.windows is not None:
         return f"all-gather of all rows, in {move.num_windows} windows"
     words = [f"{_NAMES[step.kind]} over {_axes(step.digits)}" for step in move.route.steps]
@@ -309,5 +324,5 @@ def how(move: Move) -> str:
 
 
 def _axes(digits: tuple[str, ...]) -> str:
-    """The mesh axes that digits belong to: `local.0` and `local.1` to `local`."""
+    """Name the mesh axes that digits belong to: `local` for `local.0` and `local.1`."""
     return "+".join(dict.fromkeys(digit.rpartition(".")[0] for digit in digits))

@@ -1,8 +1,8 @@
-"""`reshard`: parameters that `Zero` holds, as ordinary arrays of any sharding.
+"""`reshard`: turn the shards that `Zero` holds into ordinary arrays of any sharding.
 
-The moves of a window are one program over all devices. Its arguments and results are stacks of the
-devices' shards on dim 0, as which arrays of any sharding are viewed without a copy. So the program
-does not depend on the meshes that users name.
+One program moves all arrays of a window, on all devices. Its arguments and results are stacks of
+the devices' shards on dim 0. An array of any sharding can be viewed as such a stack without a copy,
+so the program does not depend on the meshes that users name.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ def reshard(
     """Move a tree from the shards of `Zero` to any other sharding, such as tensor parallelism.
 
     Use it to sample from a model between training steps, or to hand its parameters to a program
-    that is partitioned by the compiler. Between meshes of the same devices it is done by explicit
-    collectives, and each byte enters a node once, however many of its devices need it: for tensor
-    parallelism inside a node, an all-to-all over `local`, then an all-gather over `node` of what
-    each device needs. `reshard_report` tells the bytes beforehand. The arrays are moved in
+    that is partitioned by the compiler. Between meshes of the same devices, explicit collectives
+    move the arrays, and each byte enters a node once, however many of its devices need it. For
+    tensor parallelism inside a node, an all-to-all over `local` is followed by an all-gather over
+    `node` of each device's part. `reshard_report` tells the bytes beforehand. Arrays are moved in
     windows: a device holds its part of the result, and at most about one array more.
 
-    Where the new cuts do not fit the old ones (a padded dim that is split again, devices in a
-    shuffled order) all devices gather all rows, a window at a time, and keep their own. To a mesh
-    of other devices `jax.device_put` moves the arrays.
+    If the new split does not fit the old one (a padded dim is split again, or devices are in a
+    shuffled order), all devices gather all rows, a window at a time, and keep the rows of their
+    part. `jax.device_put` moves arrays to a mesh of other devices.
 
     Args:
-        params: parameters, gradients or optimizer state of `zero`, or a part of them; concrete
-            arrays, in device or host memory. They are not changed.
-        zero: the `Zero` that laid them out.
+        params: parameters, gradients or optimizer state of `zero`, or a part of one of these trees:
+            concrete arrays, in device or host memory. They are not changed.
+        zero: the `Zero` that laid out `params`.
         specs: a tree prefix of `PartitionSpec`s over the axes of `mesh`; `PartitionSpec()` gives
             every device the full array. For the models of `jaxzero.models`:
             `models.tensor_parallel_specs`.
         mesh: the mesh of the result; by default `zero.mesh`.
         dtype: cast floats to this type before they are sent.
-        codec: encode floats of at least `config.min_quantized_size` elements with this codec where
-            they are, and decode them where they arrive. Every device then has decoded numbers, also
-            of its own shard.
-        window_bytes: arrays smaller than this are moved together, up to as many bytes.
+        codec: encodes floats of at least `config.min_quantized_size` elements before they are sent;
+            they are decoded where they arrive. Every device then has decoded numbers, even of its
+            own shard.
+        window_bytes: smaller arrays are moved together, up to so many bytes at a time.
 
     Returns:
         The tree with `jax.Array`s in their true shapes, of sharding `NamedSharding(mesh, spec)` in
         device memory. They are always copies.
 
     Raises:
-        ValueError: `params` are traced, without an array, or not of this `zero`; `specs` is no tree
-            prefix of them, names an axis that `mesh` lacks, or does not divide a dim; `dtype` is no
-            float type.
+        ValueError: `params` are traced, without an array, or not of this `zero`; `specs` is not a
+            tree prefix of `params`, names an axis that `mesh` lacks, or does not divide a dim;
+            `dtype` is not a float type.
         NotImplementedError: `mesh` has other devices than `zero.mesh`, and JAX cannot copy between
             them: CPUs of several processes.
 
@@ -119,7 +119,7 @@ def reshard(
 
 
 def _moved(resharding: Resharding, arrays: Sequence[Any]) -> dict[int, jax.Array]:
-    """The arrays that have moves, by index, in their new shardings."""
+    """Run the moves of a resharding; return the new arrays, by index of the array."""
     by_index, mesh = {}, resharding.digits.mesh
     for window, moves in zip(resharding.windows, resharding.programs, strict=True):
         stacks = [
@@ -144,7 +144,9 @@ def reshard_report(
     codec: Codec | None = None,
     window_bytes: int = _WINDOW_BYTES,
 ) -> ReshardReport:
-    """Count what `reshard` with these arguments would send and hold; runs and compiles nothing.
+    """Count the bytes that `reshard` with these arguments would send and hold, without running it.
+
+    Nothing is compiled either.
 
     Args:
         params: as for `reshard`; or structs from `zero.abstract`, also of absent devices.
@@ -156,8 +158,8 @@ def reshard_report(
         window_bytes: as for `reshard`.
 
     Returns:
-        A report to `print`, with bytes between nodes and into devices, each beside the least that
-        any method needs, and the peak of a device's memory.
+        A report to `print`, with the bytes between nodes and into devices, the least bytes that any
+        method needs for each of them, and the peak of a device's memory.
 
     Raises:
         ValueError, NotImplementedError: as `reshard`.
@@ -174,7 +176,11 @@ def planned(
     codec: Codec | None = None,
     window_bytes: int = _WINDOW_BYTES,
 ) -> tuple[TreeLayout, Resharding, Options]:
-    """The layout of a tree, the moves of its arrays, and how they are sent; runs nothing."""
+    """Check the arguments of `reshard`, and plan it; run nothing.
+
+    Returns:
+        The layout of the tree, the moves of its arrays, and the options by which they are sent.
+    """
     check_options(zero, mesh, dtype, codec, window_bytes)
     mesh = zero.mesh if mesh is None else mesh
     _check_devices(set(zero.mesh.devices.flat), set(mesh.devices.flat))
@@ -191,7 +197,7 @@ def planned(
 
 
 def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: Any) -> None:
-    """Raise `ValueError` for an option of the wrong kind."""
+    """Raise `ValueError` if an option of `reshard` has the wrong type or value."""
     if not isinstance(zero, Zero):
         raise ValueError(f"`zero` must be the `jz.Zero` that made `params`; got {zero!r}.")
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -205,7 +211,7 @@ def check_options(zero: Any, mesh: Any, dtype: Any, codec: Any, window_bytes: An
 
 
 def _check_devices(before: Set[Any], after: Set[Any]) -> None:
-    """Raise `NotImplementedError` if `jax.device_put` cannot copy from some devices to others."""
+    """Raise `NotImplementedError` if `jax.device_put` cannot copy from `before` to `after`."""
     processes = {device.process_index for device in before | after}
     on_cpus = {device.platform for device in before | after} == {"cpu"}
     if before == after or len(processes) == 1 or not on_cpus:
@@ -219,7 +225,7 @@ def _check_devices(before: Set[Any], after: Set[Any]) -> None:
 
 
 def _spread(specs: Any, tree: TreeLayout) -> list[PartitionSpec]:
-    """The spec of each array of the tree."""
+    """Return the spec of each array of a tree, from a tree prefix of specs."""
     numbers = rebuild(tree.treedef, [None] * len(tree.statics), list(range(len(tree.statics))))
     try:
         spread = spread_prefix(specs, numbers, PartitionSpec)
@@ -264,7 +270,7 @@ def _check_spec(leaf: LeafSpec, spec: PartitionSpec, mesh: Mesh) -> None:
 
 
 def _in_place(x: Any, source: NamedSharding) -> jax.Array:
-    """A stored array in the sharding `source`, in device memory; usually it has that already."""
+    """Return a stored array in the sharding `source`, in device memory; copy it only if needed."""
     now = getattr(x, "sharding", None)
     is_there = (
         now is not None
@@ -277,7 +283,17 @@ def _in_place(x: Any, source: NamedSharding) -> jax.Array:
 def _put(
     x: Any, leaf: LeafSpec, source: NamedSharding, target: NamedSharding, options: Options
 ) -> jax.Array:
-    """Move an array for other devices, of random keys, or without elements: `jax.device_put`."""
+    """Move an array that has no `Move`, by `jax.device_put`.
+
+    Such an array goes to other devices, holds random keys, or has no elements.
+
+    Args:
+        x: the stored array.
+        leaf: the layout of the stored array.
+        source: the sharding of the stored array, in device memory.
+        target: the sharding of the result.
+        options: how the array is sent.
+    """
     if not math.prod(leaf.shape):
         return jax.device_put(jnp.zeros(leaf.shape, sent_dtype(leaf, options.dtype)), target)
     x = _in_place(x, source)
@@ -293,9 +309,9 @@ def _put(
 
 @functools.lru_cache(maxsize=512)
 def _program(mesh: Mesh, moves: tuple[Move, ...]) -> Callable[..., list[jax.Array]]:
-    """The jitted program that moves arrays; it takes and returns stacks of shards.
+    """Return the jitted program of some moves, which takes and returns stacks of shards.
 
-    It is kept, so that moving a tree again compiles nothing.
+    The program is cached, so that moving a tree again compiles nothing.
     """
     specs = [_stack(move, mesh)[1].spec for move in moves]
 
@@ -312,7 +328,10 @@ def _program(mesh: Mesh, moves: tuple[Move, ...]) -> Callable[..., list[jax.Arra
 
 
 def _stack(move: Move, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
-    """Shape and sharding of a stack of shards; shards without dims are equal, and not stacked."""
+    """Return the shape and sharding of the stack of the shards that a move starts from.
+
+    Shards without dims are equal on all devices, and are not stacked.
+    """
     if not move.block:
         return (), NamedSharding(mesh, PartitionSpec())
     shape = (mesh.size * move.block[0], *move.block[1:])
@@ -320,7 +339,7 @@ def _stack(move: Move, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
 
 
 def lowered(resharding: Resharding) -> list[jax.stages.Lowered]:
-    """The program of each window, to be compiled and not run."""
+    """Lower the program of each window, to compile it and not to run it."""
     mesh, programs = resharding.digits.mesh, []
     for moves in resharding.programs:
         stacks = [_stack(move, mesh) for move in moves]
@@ -333,7 +352,10 @@ def lowered(resharding: Resharding) -> list[jax.stages.Lowered]:
 
 
 def _viewed(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """An array made of the shards of another, each on its device; copies nothing."""
+    """View the shards of an array, each on its device, as an array of another shape and sharding.
+
+    Nothing is copied.
+    """
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     assert isinstance(sharding.mesh, Mesh)
     ordered = [shards[device] for device in sharding.mesh.devices.flat if device in shards]

@@ -1,7 +1,7 @@
-"""What `reshard` does with each array, decided before anything runs: moves, in windows.
+"""Plan what `reshard` does with each array: its move, and the program that the move is part of.
 
-A window is a run of arrays that one program moves. Small arrays share a program; the arrays of one
-window are all that is moved at a time, so the windows bound the memory.
+A window is a run of consecutive arrays that one program moves. Small arrays share a program. Only
+the arrays of one window are moved at a time, so the size of windows bounds the memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .steps import Digits, Route, route
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How arrays are sent.
+    """The options by which arrays are sent.
 
     Attributes:
-        dtype: what floats are cast to before they are sent; None leaves them.
-        codec: what encodes large floats; None sends them as they are.
-        min_quantized_size: floats with fewer elements are sent as they are.
-        window_bytes: the most that the arrays of a window take, if there are several.
+        dtype: the dtype that floats are cast to before they are sent; None: they are not cast.
+        codec: encodes large arrays of floats; None: they are sent as they are.
+        min_quantized_size: arrays with fewer elements are not encoded.
+        window_bytes: the most bytes of a window's arrays; a larger array is a window by itself.
     """
 
     dtype: Any
@@ -43,15 +43,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Resharding:
-    """Moves of several arrays.
+    """The planned moves of several arrays.
 
     Attributes:
-        leaves: how the arrays are stored.
+        leaves: the layout of each stored array.
         sources: the sharding of each stored array, in device memory.
         targets: the sharding of each array of the result.
-        moves: for each array its move; None: `jax.device_put` takes it to its place, or it has no
+        moves: for each array its move; None: `jax.device_put` moves the array, or it has no
             elements.
-        windows: indices of the arrays that each program moves.
+        windows: for each program, the indices of the arrays that it moves.
         digits: the devices that send and receive, with coordinates of prime size.
         nodes: the node of each of these devices.
     """
@@ -66,7 +66,7 @@ class Resharding:
 
     @property
     def programs(self) -> list[tuple[Move, ...]]:
-        """The moves of each window."""
+        """For each window, the moves of its arrays, which one program makes."""
         moves = ([self.moves[i] for i in window] for window in self.windows)
         return [tuple(move for move in each if move is not None) for each in moves]
 
@@ -78,10 +78,16 @@ def make_resharding(
     targets: tuple[NamedSharding, ...],
     options: Options,
 ) -> Resharding:
-    """Plan the moves of arrays, all of which are on one mesh, to another one.
+    """Plan the moves of arrays on one mesh to new shardings, on this mesh or on another one.
 
     Plans are cached: planning some hundred arrays takes as long as sending a megabyte on a fast
     network.
+
+    Args:
+        leaves: the layout of each stored array.
+        sources: the sharding of each stored array, in device memory.
+        targets: the sharding of each array of the result.
+        options: how the arrays are sent.
     """
     mesh, onto = sources[0].mesh, targets[0].mesh
     assert isinstance(mesh, Mesh) and isinstance(onto, Mesh)
@@ -103,22 +109,25 @@ def make_resharding(
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
-    """The type that a leaf is sent in."""
+    """Return the dtype in which a leaf is sent: `dtype` for floats, unless it is None."""
     is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return jnp.dtype(dtype if is_cast else leaf.dtype)
 
 
 def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
-    """The spec of a leaf's true dims. That of `source` splits messages, if it is stored so."""
+    """Return the spec by which `source` splits the true dims of a leaf.
+
+    If the leaf is stored as messages, `source.spec` is about dims of messages instead.
+    """
     if leaf.codec is None or leaf.layout is None:
         return source.spec
     return PartitionSpec(*[None] * leaf.layout.dim, source.spec[leaf.num_lead])
 
 
 def spec_without_padding(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
-    """How a leaf is split between the same devices, without padding and not as messages.
+    """Return a spec that splits a leaf over the devices of `source`, without padding or messages.
 
-    It is whole on each device where the devices cannot share it evenly.
+    If the devices cannot share the leaf evenly, each has it in full.
     """
     spec = plain_spec(leaf, source)
     is_even = next(uneven_dims(leaf.shape, spec, source.mesh), None) is None
@@ -171,7 +180,15 @@ def _by_windows(
     digits: Digits,
     options: Options,
 ) -> tuple[Route, Windows, tuple[int, ...]]:
-    """How to gather windows along `dim` of a leaf that the digits `before` split, dim by dim.
+    """Plan the gathers of windows along `dim` of a leaf; see [Note: windows] in `move`.
+
+    Args:
+        leaf: the layout of the stored array.
+        dim: the dim of rows.
+        before: for each dim, the digits that split it before the move.
+        target: the sharding of the result.
+        digits: the devices.
+        options: how the array is sent.
 
     Returns:
         The gather of a window, how the windows are cut, and the shape of a gathered window.
@@ -194,7 +211,7 @@ def _by_windows(
 
 
 def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
-    """The part of an array that a device has; JAX types it as optional."""
+    """Return `index`, a device's part of an array, which JAX types as optional."""
     assert index is not None
     return index
 
@@ -206,7 +223,15 @@ def _route(
     digits: Digits,
     other: Digits | None,
 ) -> Route | None:
-    """The collectives of a move; None if the old and the new cuts do not fit."""
+    """Return the collectives of a move; None if the old and the new split do not fit each other.
+
+    Args:
+        leaf: the layout of the stored array.
+        before: for each dim, the digits that split it before the move.
+        target: the sharding of the result.
+        digits: the devices.
+        other: the digits of the target's mesh on `digits.mesh`; None: it has no such digits.
+    """
     if all(size == 1 for size in _parts(target, leaf)):
         after = ((),) * len(leaf.shape)
     elif other is None:
@@ -220,7 +245,7 @@ def _route(
 
 
 def _parts(target: NamedSharding, leaf: LeafSpec) -> list[int]:
-    """Into how many parts each dim is split."""
+    """Return the number of parts into which a sharding splits each dim of a leaf."""
     shape = target.shard_shape(leaf.shape)
     return [full // part if part else 1 for full, part in zip(leaf.shape, shape, strict=True)]
 
@@ -236,7 +261,10 @@ def _codec(leaf: LeafSpec, dtype: Any, options: Options) -> Codec | None:
 def _windows(
     moves: Sequence[Move | None], mesh: Mesh, window_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Cut moves into runs that hold at most `window_bytes`, each of one move at least."""
+    """Group the indices of consecutive moves into windows that hold at most `window_bytes`.
+
+    A window has at least one move.
+    """
     windows: list[list[int]] = []
     held = 0
     for i, move in enumerate(moves):
@@ -252,7 +280,7 @@ def _windows(
 
 
 def held_bytes(move: Move, mesh: Mesh) -> int:
-    """A bound on what the program of a move holds at once, besides its argument and its result."""
+    """Bound the bytes that a move's program holds at once, besides its argument and result."""
     itemsize, leaf = np.dtype(move.dtype).itemsize, move.leaf
     result = math.prod(move.target_block) * itemsize
     decoded = 0  # the shard in the type that is sent, where it is not sent as it is stored

@@ -1,22 +1,23 @@
-"""Which collectives take an array from one split to another, as data; nothing runs here.
+"""Find the collectives that take an array from one split to another; nothing runs here.
 
-Coordinates of devices are written as digits of prime size, in which two meshes over the same
-devices agree: a mesh axis of `p * q` devices is written as two axes of `p` and of `q`. A mesh of 2
-nodes x 8 becomes `node.0, local.0, local.1, local.2`, all of size 2. Any other mesh whose device
-array is a reshaped and transposed one of these, such as `("data": 4, "model": 4)`, has axes that
-are runs of the same digits. So a collective over a part of an axis is one over some of the digits.
+Coordinates of devices are written as digits of prime size, so that two meshes over the same devices
+have digits in common: a mesh axis of `p * q` devices is written as two axes, of `p` and of `q`. A
+mesh of 2 nodes x 8 becomes `node.0, local.0, local.1, local.2`, all of size 2. In another mesh,
+such as `("data": 4, "model": 4)`, each axis is a run of the same digits, if its device array is a
+reshaped and transposed form of the first. So a collective over a part of an axis is one over some
+of the digits.
 
-Each dim is written as factors of prime size and a rest. A digit splits one factor, or none: then
-devices along it hold the same. The source says which factor each digit splits, the destination
-which it is to split:
+Each dim of an array is written as factors of prime size and a rest. A digit splits one factor, or
+none: then the devices along it hold the same. The old split says which factor each digit splits,
+and the new split which factor it is to split. The operations are:
 
     none -> factor     slice:       each device keeps its part; nothing is sent
     factor -> other    exchange:    one all-to-all over all such digits; shards keep their size
     factor -> none     gather:      an all-gather, last, because shards grow; between nodes first
     factor <-> factor  permutation: digits that take each other's factors; devices exchange shards
 
-So a byte that several devices of a node need crosses to the node once, and is then sent on inside.
-This is the decomposition of https://arxiv.org/abs/2112.01075, with the order chosen for two levels.
+So a byte that several devices of a node need enters the node once, and is then sent on inside it.
+This is the decomposition of https://arxiv.org/abs/2112.01075, in an order for two levels of links.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Place = int | None  # index of a factor that a digit splits; None: it splits non
 
 @dataclasses.dataclass(frozen=True)
 class MoveStep:
-    """One operation on all devices.
+    """One operation of a route, which all devices run.
 
     Attributes:
         kind: the operation, as in the table at the top of this file.
-        digits: the digits of the devices that it runs over.
+        digits: the digits that the operation runs over.
         before: for each digit, the factor that it splits before the step, as a `Place`.
         after: for each digit, the factor that it splits after the step.
     """
@@ -53,14 +54,14 @@ class MoveStep:
     after: tuple[Place, ...]
 
     def held_after(self, held: int, mesh: Mesh) -> int:
-        """Of `held` bytes on a device, how many it has after the step."""
+        """Return the bytes of an array on a device after the step, if it had `held` before."""
         num = math.prod(mesh.shape[digit] for digit in self.digits)
         return {"slice": held // num, "gather": held * num}.get(self.kind, held)
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How one array is moved.
+    """The operations that move one array, and the factors of its dims.
 
     Attributes:
         factors: for each dim, the sizes of its factors, major first, without the rest of the dim.
@@ -95,8 +96,8 @@ def route(
         is_between_nodes: whether a digit counts nodes.
 
     Returns:
-        The route; None if there is none: a dim is cut by digits of different sizes before and
-        after, or a digit that splits nothing is to split a factor that another digit keeps.
+        The route. None if there is none: digits of different sizes split a dim before and after, or
+        a digit that splits nothing is to split a factor that another digit keeps.
     """
     factors, where, goal, number = [], dict.fromkeys(sizes), dict.fromkeys(sizes), 0
     for before, after in zip(source, target, strict=True):
@@ -157,9 +158,17 @@ def _waited_for(
     goal: dict[str, Place],
     is_between_nodes: Callable[[str], bool],
 ) -> list[str]:
-    """Digits between nodes that are to split nothing, and hold factors that other digits wait for.
+    """Return the digits of nodes to gather now, since digits of `asked` wait for their factors.
 
-    They are gathered first: a permutation before it would send shards between nodes twice.
+    A digit is one of them if it is to split nothing after the move, and now splits a factor that a
+    digit of `asked` is to split. If a permutation came before the gather, shards would be sent
+    between nodes twice.
+
+    Args:
+        asked: digits that are to split other factors than they do.
+        where: for each digit, the factor that it splits now.
+        goal: for each digit, the factor that it is to split.
+        is_between_nodes: whether a digit counts nodes.
     """
     factors = {goal[x] for x in asked}
     return [x for x in where if goal[x] is None and where[x] in factors and is_between_nodes(x)]
@@ -175,9 +184,16 @@ def _step(
 def _passed_on(
     first: str, where: dict[str, Place], goal: dict[str, Place]
 ) -> dict[str, Place] | None:
-    """The new factors of a chain of digits, each of which waits for the factor of the next.
+    """Pass factors along a chain of digits, in which each digit waits for the factor of the next.
 
-    The last digit gets the factor of the first. None if the first digit splits no factor.
+    Args:
+        first: the digit that the chain begins with.
+        where: for each digit, the factor that it splits now.
+        goal: for each digit, the factor that it is to split.
+
+    Returns:
+        For each digit of the chain its new factor; the last digit gets that of the first. None if
+        `first` splits no factor.
     """
     if where[first] is None:
         return None
@@ -196,11 +212,11 @@ def _passed_on(
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """The devices of a mesh, with coordinates of prime size.
+    """The devices of a mesh, whose axes are written as digits of prime size.
 
     Attributes:
-        mesh: all devices; one axis of prime size for each digit, of type `Auto`.
-        axes: for each axis of the mesh that the digits were made of, its digits, major first.
+        mesh: all devices, with one axis of prime size for each digit, of type `Auto`.
+        axes: for each axis of the user's mesh its digits, major first.
     """
 
     mesh: Mesh
@@ -208,7 +224,7 @@ class Digits:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Digits:
-        """The digits of a mesh, each axis by itself."""
+        """Write the size of each axis of a mesh as digits of prime size."""
         axes, sizes = {}, {}
         for axis, size in mesh.shape.items():
             factors = {f"{axis}.{i}": prime for i, prime in enumerate(_primes(size))}
@@ -218,10 +234,11 @@ class Digits:
         return cls(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)), axes)
 
     def over(self, other: Mesh) -> Digits | None:
-        """Digits of `other`, a mesh of the same devices, on the mesh of these digits.
+        """Write the axes of `other`, a mesh of the same devices, as digits of this mesh.
 
         Returns:
-            None if the coordinates of `other` are no digits of these, as in a shuffled order.
+            The digits; None if the axes of `other` are no runs of these digits, as in a shuffled
+            order.
         """
         place = {device: i for i, device in enumerate(self.mesh.devices.flat)}
         places = np.array([place[device] for device in other.devices.flat])
@@ -237,9 +254,15 @@ class Digits:
         return Digits(self.mesh, axes)
 
     def _runs(self, place: np.ndarray, names: tuple[str, ...]) -> dict[str, tuple[str, ...]] | None:
-        """The digits of this mesh that each axis runs through, by the strides of `place` along it.
+        """Return the digits of this mesh that each axis of another mesh runs through.
 
-        None if the stride along an axis is that of no digit.
+        Args:
+            place: for each device of the other mesh, in its shape, the device's number in this one.
+            names: the names of the other mesh's axes.
+
+        Returns:
+            For each axis its digits, found by the strides of `place` along the axis. None if a
+            stride is that of no digit.
         """
         strides, step = {}, place.size
         for name, size in self.mesh.shape.items():
@@ -260,18 +283,22 @@ class Digits:
         return axes
 
     def split(self, spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
-        """For each dim of an array, the digits that a spec splits it over, major first."""
+        """Return, for each dim of an array, the digits over which a spec splits it, major first."""
         entries = [*spec, *[None] * (ndim - len(spec))]
         named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
         return tuple(tuple(d for axis in axes for d in self.axes[axis]) for axes in named)
 
     def is_between_nodes(self, digit: str) -> bool:
-        """Whether the digit is one of the axes `node` and `stage`."""
+        """Return True if a digit belongs to the axis `node` or `stage`."""
         return any(digit in self.axes.get(axis, ()) for axis in (NODE, STAGE))
 
 
 def groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
-    """The devices that run a collective together, one group in each row, by index over `digits`."""
+    """Return the groups of devices that run a collective over some digits together.
+
+    The result is `[groups, devices of a group]`, in which devices are numbers in `mesh`. In a group
+    they are in the order of their coordinates along `digits`.
+    """
     numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     dims = [mesh.axis_names.index(digit) for digit in digits]
     moved = np.moveaxis(numbers, dims, range(-len(dims), 0))

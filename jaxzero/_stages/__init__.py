@@ -1,8 +1,9 @@
-"""Pipeline stages: the program of one micro-batch, cut at its layers, as the program of all ticks.
+"""Pipeline stages: turn a function of one micro-batch into a pipeline of all micro-batches.
 
-In: a function on flat lists that returns loss and gradients, and which arrays are stacks of layers.
-Out: a function of this stage's layers that runs all micro-batches and sends activations to the next
-stage and cotangents to the one before. To what plans gathers it is a program like any other.
+In: a function on flat lists of arrays that returns loss and gradients of one micro-batch, and which
+of its arrays are stacks of layers. Its program is cut at the layers. Out: a function of one stage's
+layers that runs all micro-batches, sends activations to the next stage, and sends cotangents to the
+stage before. Gathers are planned for this function as for any other.
 """
 
 from .lists import LayerLists as LayerLists

@@ -1,15 +1,16 @@
 """Cut a program of loss and gradients at its layer loops.
 
-The program of one micro-batch has a loop that scans the stacks of the layers' weights, forward, and
-one that makes their gradients, backward. A stage runs a part of the iterations of both. What lies
-around them belongs to the first or to the last stage:
+The program of one micro-batch has a forward loop, which scans the stacks of the layers' weights,
+and a backward loop, which makes the gradients of the stacks. A stage runs a part of the iterations
+of both loops. The operations around the loops belong to the first or to the last stage:
 
     before the forward loop            embeddings: the first stage
     between the loops                  head and loss: the last stage
     after the backward loop            gradients of the embeddings: the first stage
 
-What the loops read that does not come from either of them, such as positions and masks, is computed
-on every stage. `evaluation.Sums` divides the gradients of weights outside of the layers.
+Values that the loops read and that depend on neither loop, such as positions and masks, are
+computed on every stage. The gradient of a weight outside of the layers may have terms on the first
+stage and on the last: `evaluation.Sums` tells them apart.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from .._program import (
 
 @dataclasses.dataclass(frozen=True)
 class LayersOf:
-    """A stack that is made of another one, layer by layer.
+    """How a stack is computed from a source stack: by the same operations on each layer.
 
     Attributes:
-        source: an input of the program, or an output of the backward loop.
-        ops: operations on one layer, in order.
+        source: the stack to start from: an input of the program, or an output of the backward loop.
+        ops: the operations on one layer, in order.
     """
 
     source: Value
@@ -54,7 +55,7 @@ class LayersOf:
         return LayersOf(self.source, (*self.ops, op))
 
     def of(self, x: Array) -> Array:
-        """Layers of the stack, made of the layers `x` of its source."""
+        """Compute layers of the stack from the same layers of the source, both `[layers, ...]`."""
         for op in self.ops:
             x = op.of_stack(len(x)).apply(x)
         return x
@@ -62,21 +63,22 @@ class LayersOf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerCut:
-    """A program, cut at its layer loops.
+    """A program, its two layer loops, and the values that pass between its parts.
 
     Attributes:
         block: the program.
         forward: the loop that scans the stacks.
-        backward: the loop that makes their gradients; None if there are none.
-        stacks: the stacks of layers: inputs of the program, and what is made of one by operations
-            that only move, scale or round.
+        backward: the loop that makes the gradients of the stacks; None if there are none.
+        stacks: all stacks of layers, by the program's inputs that they are computed from.
         stack_gradients: for each output of the program that is the gradient of a stack, by index,
-            how it is made of an output of the backward loop; None for zeros.
+            how it is computed from an output of the backward loop; None for zeros.
         from_forward: all values that depend on the forward loop.
         from_backward: all values that depend on the backward loop.
-        saved: the stacked outputs of the forward loop that the backward loop scans.
-        collected: the stacked outputs that something else reads, such as a loss of each layer.
-        travelling: values, made after the forward loop, that all layers of the backward loop read.
+        saved: numbers of the forward loop's stacked outputs that the backward loop scans.
+        collected: numbers of the forward loop's stacked outputs that are read outside of both
+            loops, such as a loss of each layer.
+        travelling: values that are computed between the loops, and that each layer of the backward
+            loop reads.
     """
 
     block: Block
@@ -91,10 +93,10 @@ class LayerCut:
     travelling: tuple[Value, ...]
 
     def effects(self, part: str) -> list[Operation]:
-        """Operations outside of the layers that only have an effect on the host, such as prints.
+        """Return a part's operations that have no results but effects on the host, such as prints.
 
         Args:
-            part: "start", which the first stage runs, "head", the last one, or "end", the first.
+            part: "start" (before the forward loop), "head" (between the loops), or "end".
         """
         of_part = []
         for operation in self.block.operations:
@@ -106,18 +108,18 @@ class LayerCut:
         return of_part
 
     def stacked(self, i: int) -> Value:
-        """Stacked output `i` of the forward loop."""
+        """Return stacked output number `i` of the forward loop."""
         return self.forward.outputs[self.forward.num_carry + i]
 
     @property
     def activations(self) -> list[Value]:
-        """What a stage sends to the next one: values that the forward loop returns."""
+        """The outputs of the forward loop that a stage sends to the next stage."""
         carry = self.forward.outputs[: self.forward.num_carry]
         return [*carry, *map(self.stacked, self.collected)]
 
     @property
     def cotangents(self) -> list[Atom]:
-        """What a stage receives from the next one; the last stage computes it."""
+        """The inputs of the backward loop that the last stage computes and others receive."""
         loop = self.backward
         if loop is None:
             return []
@@ -129,16 +131,16 @@ def cut_at_layers(
     stacks: Mapping[Value, str],
     gradients: Mapping[int, Value],
 ) -> LayerCut:
-    """Find the layer loops of a program, and what passes between its parts.
+    """Find the layer loops of a program, and the values that pass between its parts.
 
     Args:
         block: the program of one micro-batch.
-        stacks: its inputs that are stacks of layers, with their paths.
-        gradients: its outputs that are gradients of stacks, by index.
+        stacks: the path of each input of the program that is a stack of layers.
+        gradients: for each output that is the gradient of a stack, by index, that stack.
 
     Raises:
-        NotImplementedError: the program is not one forward and one backward loop over the layers.
-            The error names the line and what to do.
+        NotImplementedError: the program does not have one forward loop over the layers and at most
+            one backward loop. The error names the line and what to do.
     """
     weights = list(stacks)
     block = scan_indexed_stacks(block, weights)
@@ -164,7 +166,7 @@ def cut_at_layers(
 
 
 def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
-    """The roots, and all values of the block that are computed from one of them."""
+    """Return the roots, and all values of the block that depend on a root."""
     reached = set(roots)
     for operation in block.operations:
         if not reached.isdisjoint(operation.inputs):
@@ -173,9 +175,9 @@ def dependents(block: Block, roots: Iterable[Value]) -> set[Value]:
 
 
 def dtypes_read(block: Block, value: Value) -> set[Any]:
-    """The narrower float dtypes that a value is rounded to by all that reads it.
+    """Return the float dtypes to which the operations that read a value round it.
 
-    None is among them if something reads it as it is, or in a way that is not known.
+    If an operation does not round the value to a narrower float first, None is among the dtypes.
     """
     dtypes: set[Any] = {None} if value in block.outputs else set()
     for operation in block.operations:
@@ -198,7 +200,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
 
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
-    """All stacks of a program: those among its inputs, and those made of these layer by layer."""
+    """Return all stacks of a program: inputs, and stacks computed from these layer by layer."""
     views = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:
         if isinstance(operation, Barrier):
@@ -211,16 +213,19 @@ def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
 
 
 def _of_layer(operation: Operation) -> movable_ops.Op | None:
-    """The operation on one layer of a stack, if it only moves, scales or rounds."""
+    """Return the operation that does to one layer what `operation` does to each layer of a stack.
+
+    None: there is none, or it does more than move, scale or round.
+    """
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
 
 
 def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
-    """How the gradient of a stack is made of an output of a loop; None for zeros.
+    """Return how output `k`, a stack's gradient, is computed from a loop's output; None for zeros.
 
     Raises:
-        NotImplementedError: it is made in another way.
+        NotImplementedError: the gradient is not computed from a loop's output layer by layer.
     """
     value, ops = block.outputs[k], []
     while isinstance(value, Value) and value in block.makers:
@@ -245,7 +250,7 @@ def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
 
 
 def _hint_of_list(path: str) -> str:
-    """How to name a list of layers, if the path may be that of a leaf of one."""
+    """Return advice how to name a list of layers; "" unless `path` looks like a leaf in one."""
     match = re.match(r"(.*?\.)\d+(\.|$)", path)
     return f'name a list of layers by "{match[1]}*"; ' if match else ""
 
@@ -266,7 +271,7 @@ def _backward(
 
 
 def _of_frozen(block: Block, stacks: Mapping[Value, LayersOf]) -> Loop | None:
-    """The backward loop over layers that are not trained, behind something that is; or None."""
+    """Return the backward loop over frozen layers, if gradients pass through them; else None."""
     scans = [
         x
         for x in block.operations
@@ -279,7 +284,7 @@ def _of_frozen(block: Block, stacks: Mapping[Value, LayersOf]) -> Loop | None:
 
 
 def _check_loops(forward: Loop, backward: Loop | None) -> None:
-    """Raise `NotImplementedError` for loops over layers that stages cannot divide."""
+    """Raise `NotImplementedError` if stages cannot divide the iterations of the layer loops."""
     if forward.is_reversed or (backward is not None and not backward.is_reversed):
         raise NotImplementedError(
             f"The loop over the layers at {forward.where} runs from the last layer to the first. "
@@ -302,7 +307,10 @@ def _check_loops(forward: Loop, backward: Loop | None) -> None:
 
 
 def _check_exchanges(block: Block, *loops: Loop | None) -> None:
-    """Raise `NotImplementedError` for a collective for which devices of all stages are needed."""
+    """Raise `NotImplementedError` for a `ppermute` outside of the layer loops `loops`.
+
+    XLA lets the devices of all stages wait for each other in it, but one stage alone would run it.
+    """
     for operation in block.operations:
         if operation not in loops and any(name == "ppermute" for name, _ in exchanges(operation)):
             raise NotImplementedError(
@@ -318,10 +326,10 @@ def _forward(
     paths: Mapping[Value, str],
     stacks: Mapping[Value, LayersOf],
 ) -> Loop:
-    """The loop that scans the stacks.
+    """Return the forward loop, which scans the stacks.
 
     Raises:
-        NotImplementedError: something besides this loop and `backward` reads a stack.
+        NotImplementedError: an operation other than this loop and `backward` reads a stack.
     """
     scans: dict[Loop, None] = {}
     for operation in block.operations:
@@ -360,7 +368,7 @@ def _passed(
     backward: Loop | None,
     from_forward: Collection[Value],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Value, ...]]:
-    """The stacked outputs of `forward` that are saved, and collected; and what travels."""
+    """Return the fields `saved`, `collected` and `travelling` of `LayerCut`."""
     stacked = forward.outputs[forward.num_carry :]
     others = [x for x in block.operations if x is not forward and x is not backward]
     read = {x for operation in others for x in operation.values} | {*block.outputs}

@@ -1,15 +1,15 @@
-"""Compute values of a program when they are needed, and the two parts of sums.
+"""Compute values of a program on demand, and the first or the last stage's part of gradients.
 
-The gradient of a weight that lies outside of the layers may come from both ends of a pipeline: of
-an embedding that is also the head, from the first stage and from the last one. It is a sum
+The gradient of a weight outside of the layers may come from both ends of a pipeline. For example,
+that of an embedding that is also the head comes from the first stage and from the last. It is a sum
 
-    g = at_head + of_layers(cotangents),
+    g = at_head + of_layers(cotangents)
 
-of a part that does not depend on what the backward loop returns, and one that is linear in it. The
-last stage knows what the first part reads, and the first stage what the second one reads. `Sums`
-evaluates either part: additions leave out the terms of the other one.
+where `cotangents` are the results of the backward loop. The first part does not depend on them, and
+the last stage has all that it reads. The second part is linear in them, and the first stage has all
+that it reads. `Sums` evaluates one of the parts: in additions it leaves out the terms of the other.
 
-`zeros_of_layer` finds what is zero in backward of a micro-batch that does not exist.
+`zeros_of_layer` finds the values that are zero in backward of a micro-batch that does not exist.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .._program import (
     operations_for,
 )
 
-# Operations that are linear in one input, whatever the others are; in the first input alone; and
-# if the others are zeros.
+# Operations that are linear in each single input; linear in the first input, but not in others;
+# and linear in an input if the others are zeros.
 _LINEAR = {
     *("conv_general_dilated", "cumsum", "dot_general", "mul", "psum", "reduce_sum"),
     *("reduce_window_sum", "reshard"),
@@ -50,14 +50,14 @@ _SUMS = {*ADDITIONS, "sub"}
 
 
 class Evaluation:
-    """Values of a program, each computed once, when it is asked for.
+    """Evaluates values of a program when they are asked for, each of them once.
 
     Args:
         block: the program.
-        given: the values that are known.
-        loops: the layer loops, which no value that is asked for may need.
-        exists: whether the values are those of a micro-batch; if not, as in ticks without one, no
-            effects on the host happen. None: always.
+        given: the values that are known at first.
+        loops: the layer loops, which are never run here.
+        exists: a scalar, false in a tick that has no micro-batch: then the operations that are run
+            have no effects on the host, such as prints. None: they always have.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Evaluation:
         self._exists = exists
 
     def __call__(self, atoms: Sequence[Atom]) -> list[Any]:
-        """The values of some atoms.
+        """Return the values of some atoms.
 
         Raises:
-            NotImplementedError: one of them depends on a layer loop whose results are not given.
+            NotImplementedError: an atom depends on a layer loop whose results are not given.
         """
         for operation in operations_for(self.block, atoms, self.known):
             if operation in self._loops:
@@ -92,7 +92,7 @@ class Evaluation:
         return [self.read(x) for x in atoms]
 
     def run(self, operations: Sequence[Operation], exists: Array) -> None:
-        """Run operations for their effects on the host, where `exists` is true."""
+        """Run operations for their effects on the host, which happen only if `exists` is true."""
         for operation in operations:
             run_operation(operation, self(operation.inputs), exists)
 
@@ -103,9 +103,10 @@ class Evaluation:
 def run_operation(
     operation: Operation, inputs: Sequence[Any], exists: Array | None = None
 ) -> list[Any]:
-    """Run an operation; of a loop, run the operations of its body in each iteration.
+    """Run an operation, and return its outputs.
 
-    Effects on the host happen only where `exists` is true.
+    A loop is traced again, operation by operation. If `exists` is false, no effects on the host,
+    such as prints, happen, neither here nor inside of a loop.
     """
     if not isinstance(operation, Loop):
         with at_line_of(operation):
@@ -129,13 +130,14 @@ def run_block(
     changed: Mapping[Value, Callable[[Any], Any]] | None = None,
     exists: Array | None = None,
 ) -> list[Any]:
-    """Run all operations of a block.
+    """Run all operations of a block, and return its outputs.
 
     Args:
         block: the block.
         inputs: the values of the block's inputs.
-        changed: for some values, a function that is applied to them once they are computed.
-        exists: where this is false, no effects on the host happen; None: they always do.
+        changed: functions by value: each is applied to its value once that is computed, and later
+            operations read the result.
+        exists: a scalar; if it is false, effects on the host do not happen. None: they always do.
     """
     values = dict(zip(block.inputs, inputs, strict=True))
 
@@ -151,7 +153,10 @@ def run_block(
 
 
 def before_widening(block: Block, atom: Atom) -> Atom:
-    """The narrower float that an atom was cast from, which takes fewer bytes to send; or itself."""
+    """Return the narrower float that an atom was cast from; without such a cast, the atom itself.
+
+    The narrower one takes fewer bytes to send.
+    """
     while isinstance(atom, Value) and atom in block.makers:
         maker = block.makers[atom]
         op, source = maker.view(), maker.source
@@ -164,10 +169,11 @@ def before_widening(block: Block, atom: Atom) -> Atom:
 
 
 def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
-    """The values of a backward layer that are zero for a micro-batch that does not exist.
+    """Return the values in the body of the backward loop that are zero if no micro-batch exists.
 
-    Its cotangents are zeros: those that the loop carries, and `travelling`. Its other inputs are
-    those of some micro-batch, so a product of both is zero, unless that micro-batch is not finite.
+    Then all cotangents are zeros: the loop's carry, and `travelling`. The other inputs are those of
+    some existing micro-batch. So a product of a cotangent and another input is zero, unless that
+    micro-batch has values that are not finite.
     """
     is_carried = range(loop.num_constants, loop.first_stack).__contains__
     given = [is_carried(i) or x in travelling or None for i, x in enumerate(loop.inputs)]
@@ -175,9 +181,11 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
-    """`_zeros` of the body of a loop, in all iterations.
+    """Return what `_zeros` finds in the body of a loop, if it holds in all iterations.
 
-    `given` says which of the loop's inputs are zero; None: an input that depends on no cotangent.
+    Args:
+        loop: the loop.
+        given: for each input of the loop whether it is zero; None: it depends on no cotangent.
     """
     given, carry = [*given], slice(loop.num_constants, loop.first_stack)
     while True:
@@ -191,16 +199,15 @@ def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]
 
 
 def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
-    """Which values of a block are zero.
+    """Find the values of a block that are zero since the cotangents that they depend on are.
 
     Args:
         block: the block.
-        given: for those of its inputs that cotangents are or have changed: whether they are zero;
-            if not, they may be anything.
+        given: for each input that depends on cotangents, True if it is known to be zero.
 
     Returns:
-        The same of all values that depend on such an input. What an operation makes is not known
-        to be zero, unless it is known to make zeros of zeros.
+        For each value that depends on cotangents, True if it is known to be zero: if it is computed
+        from zeros by an operation that is known to map zeros to zeros.
     """
     zeros = dict(given)
     for operation in block.operations:
@@ -225,14 +232,21 @@ def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
 
 
 def _is_zero(atom: Atom, known: Mapping[Value, bool], block: Block) -> bool | None:
-    """Whether an atom is zero; None if it does not depend on cotangents, and is not known to be."""
+    """Return True if an atom is known to be zero, and None if it depends on no cotangent.
+
+    Otherwise return False. `known` has the values that depend on cotangents, as `_zeros` returns
+    them.
+    """
     if is_zero(atom, block.makers):
         return True
     return known.get(atom) if isinstance(atom, Value) else None
 
 
 def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block) -> bool:
-    """Whether the outputs are zero. All inputs that depend on cotangents, those in `known`, are."""
+    """Return True if an operation's outputs are zero, given that its inputs in `known` are.
+
+    These are the inputs that depend on cotangents; the others may have any values.
+    """
     if operation.name in _LINEAR or operation.view() is not None:
         return True
     if _is_linear_in_first(operation):
@@ -245,14 +259,22 @@ def _keeps_zeros(operation: Operation, known: Mapping[Value, bool], block: Block
 
 
 def _is_linear_in_first(operation: Operation) -> bool:
-    """Whether an operation is linear in its first input, the others given."""
+    """Return True if an operation is linear in its first input, for fixed other inputs."""
     if operation.name == "gather" and operation.equation.params["fill_value"]:
         return False  # indices out of bounds give `fill_value`, which is not linear
     return operation.name in _LINEAR_IN_FIRST
 
 
 def before_moves(block: Block, output: int) -> Any:
-    """The value that an output is made of by operations that only move, scale or round."""
+    """Trace an output of a block back through all operations that only move, scale or round.
+
+    Args:
+        block: the block.
+        output: the index of the output.
+
+    Returns:
+        The value before the first of these operations; the output itself if there are none.
+    """
     value = block.outputs[output]
     while value in block.makers and block.makers[value].view() is not None:
         value = block.makers[value].source
@@ -260,14 +282,18 @@ def before_moves(block: Block, output: int) -> Any:
 
 
 class Sums:
-    """The two parts of the values that depend on the backward loop.
+    """Splits values that depend on the backward loop into two terms, and evaluates either.
+
+    One term, "of the layers", is linear in the results of the backward loop. The other, "the rest",
+    does not depend on them.
 
     Args:
         block: the program.
         tainted: all values that depend on the backward loop.
 
     Raises:
-        NotImplementedError: an operation is not known to be linear in what it adds up.
+        NotImplementedError: an operation reads a value that has both terms, and is not known to be
+            linear in it.
     """
 
     def __init__(self, block: Block, tainted: Set[Value]):
@@ -294,19 +320,22 @@ class Sums:
                 self._has_rest.update(operation.outputs)
 
     def has_layers(self, atom: Atom) -> bool:
-        """Whether an atom has a part that is linear in what the backward loop returns."""
+        """Return True if an atom has a term that is linear in results of the backward loop."""
         return atom in self._tainted
 
     def has_rest(self, atom: Atom) -> bool:
-        """Whether an atom has a part that does not depend on what the backward loop returns."""
+        """Return True if an atom has a term that does not depend on the backward loop."""
         return atom in self._has_rest if atom in self._tainted else not self._is_known_zero(atom)
 
     def of_layers(self, atoms: Sequence[Atom], values: Evaluation) -> list[Any]:
-        """The parts that are linear in what the backward loop returns, which `values` knows."""
+        """Return the atoms' terms that are linear in results of the backward loop.
+
+        `values` knows these results.
+        """
         return self._evaluated(atoms, values, self.has_layers)
 
     def rest(self, atoms: Sequence[Atom], values: Evaluation) -> list[Any]:
-        """The parts that do not depend on what the backward loop returns."""
+        """Return the atoms' terms that do not depend on the backward loop."""
         return self._evaluated(atoms, values, self.has_rest)
 
     def _evaluated(
@@ -315,7 +344,7 @@ class Sums:
         parts: dict[Value, Any] = {}
 
         def read(atom: Atom) -> Any:
-            """The part of an atom, None for zero; an atom without two parts is read in full."""
+            """Return the term of an atom, None for zero; read an atom without terms in full."""
             if not is_part(atom):
                 return None
             if not isinstance(atom, Value) or atom not in self._tainted or atom in values.known:
@@ -354,7 +383,7 @@ class Sums:
 
 
 def _sum(name: str, left: Any, right: Any) -> Any:
-    """`left + right` or `left - right`, where None is zero."""
+    """Return `left + right`, or `left - right` if `name` is "sub"; None stands for zero."""
     if right is None:
         return left
     if name == "sub":

@@ -1,14 +1,15 @@
-"""Layers that are not trained, before those that are: computed ahead, and shared out by rows.
+"""Run frozen first layers before the pipeline starts, each stage for a share of the micro-batches.
 
-Where the first layers are frozen, no stage divides them. Each stage has all of them, and computes
-them for its share of the micro-batches, as data parallelism would, before the pipeline of the
-active layers starts. What they return is sent to all stages once, and is an input of the program of
-the active layers. With `P` of `L` layers frozen, `m` micro-batches take on `S` stages the time of
+Frozen layers before the trained ones are not divided between stages. Each stage has all of them,
+and runs them for its share of the micro-batches, as in data parallelism. Their results are sent to
+all stages once, and are inputs of the pipeline's program, which has the active layers only. Let a
+layer take the time `F` forward and `B` backward. If `P` of `L` layers are frozen, `m` micro-batches
+take on `S` stages the time
 
     ceil(m / S) P F + (m + S - 1) / S (L - P) (F + B)
 
-of forwards `F` and backwards `B` of a layer. Their weights do not change, so each stage keeps them
-whole, split over its devices.
+The weights of frozen layers do not change, so each stage keeps all of them, split over the devices
+of the stage.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from .evaluation import Evaluation
 
 
 class FrozenCut(NamedTuple):
-    """A program, cut behind its frozen layers.
+    """A program in two parts: its frozen layers, and the rest, which reads their results.
 
     Attributes:
         loop: the loop over the frozen layers.
         first: the program of the frozen layers; its outputs are `passed`.
         rest: the program of everything else. It has `passed` as further inputs, and the outputs of
             the whole program.
-        passed: the results of the frozen layers that the rest reads.
+        passed: the results of the frozen layers that `rest` reads.
     """
 
     loop: Loop
@@ -54,12 +55,15 @@ class FrozenCut(NamedTuple):
     def run(
         self, weights: Mapping[Value, Any], rows: Mapping[Value, Array], microbatches: int
     ) -> list[Array]:
-        """What the frozen layers return, `[microbatches, ...]`, on all stages.
+        """Run the frozen layers, and return the arrays of `passed` on all stages.
 
         Args:
-            weights: for each input of the program that is the same in all micro-batches, the array.
-            rows: for its other inputs, arrays `[microbatches, ...]`.
+            weights: the arrays of the program's inputs that are equal for all micro-batches.
+            rows: the arrays of the program's other inputs, `[microbatches, ...]`.
             microbatches: the number of micro-batches.
+
+        Returns:
+            Arrays `[microbatches, ...]`.
         """
         num = -(-microbatches // lax.axis_size(STAGE))
         share = lax.axis_index(STAGE) * num + jnp.arange(num, dtype=jnp.int32)
@@ -81,15 +85,15 @@ class FrozenCut(NamedTuple):
 def cut_behind_frozen(
     block: Block, frozen: Sequence[Value], trained: Sequence[Value]
 ) -> FrozenCut | None:
-    """Cut a program of one micro-batch behind its frozen layers; None if it has none.
+    """Cut a program of one micro-batch behind its frozen layers; return None if it has none.
 
-    Frozen layers through which gradients pass are not cut off. They run on the first stage, before
-    the layers that stages divide, and after them in backward.
+    Frozen layers through which gradients pass are not cut off. In forward, the first stage runs
+    them before the layers that stages divide; in backward, after these.
 
     Args:
         block: the program.
-        frozen: its inputs that are stacks of frozen layers.
-        trained: its inputs that gradients are of.
+        frozen: inputs of the program that are stacks of frozen layers.
+        trained: inputs of the program with respect to which there are gradients.
     """
     block = scan_indexed_stacks(block, [*frozen])
     made_of = dependents(block, frozen)

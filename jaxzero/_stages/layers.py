@@ -1,10 +1,10 @@
-"""Which layers a stage runs.
+"""Assign layers to stages, and pad the layers of the last stages.
 
-`S` stages of `L` layers run `n = ceil(L / S)` layers each, stage `s` those from `s n` on. Where the
-stages do not divide the layers, the last ones have fewer, whose weights are padded with zeros. What
-a padding layer makes of zeros may be NaN, so it is dropped: the layer returns the carry that it was
-given, its gradients are masked as those of a missing micro-batch are, and nothing reads its other
-outputs.
+`S` stages of `L` layers run `n = ceil(L / S)` layers each; stage `s` runs those from number `s n`
+on. If `S` does not divide `L`, the last stages have fewer layers, and are padded with layers whose
+weights are zeros. A padding layer may compute NaN, so its results are dropped: it returns the carry
+that it was given, its gradients are masked like those of a missing micro-batch, and its other
+outputs are never read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Layer = Callable[[list[Any], Layers], tuple[list[Any], list[Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class StageLayers:
-    """The layers of this stage.
+    """The numbers of the layers that this stage runs.
 
     Attributes:
         total: how many layers all stages have together.
         num_stages: how many stages there are.
-        stage: the number of this one.
+        stage: the number of this stage.
     """
 
     total: int
@@ -40,7 +40,7 @@ class StageLayers:
 
     @property
     def num(self) -> int:
-        """How many layers a stage runs, with padding."""
+        """How many layers a stage runs, padding layers included."""
         return -(-self.total // self.num_stages)
 
     @property
@@ -49,11 +49,11 @@ class StageLayers:
         return self.num * self.num_stages != self.total
 
     def exist(self) -> Bool[Array, " n"] | None:
-        """Which of this stage's layers are not padding; None: no stage has padding layers."""
+        """Return which of this stage's layers are not padding; None if no stage has padding."""
         return self._numbers() < self.total if self.has_padding else None
 
     def of(self, whole: Shaped[Array, "L ..."]) -> Shaped[Array, "n ..."]:
-        """This stage's part of an array; a padding layer has that of the last layer."""
+        """Return this stage's layers of an array; padding layers are copies of the last layer."""
         if self.has_padding:
             return whole[jnp.minimum(self._numbers(), self.total - 1)]
         return lax.dynamic_slice_in_dim(whole, self.stage * self.num, self.num)
@@ -61,7 +61,7 @@ class StageLayers:
     def put(
         self, whole: Shaped[Array, "L ..."], part: Shaped[Array, "n ..."]
     ) -> Shaped[Array, "L ..."]:
-        """Replace this stage's part of an array by `part`, without that of padding layers."""
+        """Return `whole` with this stage's layers replaced by `part`; leave out padding layers."""
         if self.has_padding:
             return whole.at[self._numbers()].set(part, mode="drop")
         return lax.dynamic_update_slice_in_dim(whole, part, self.stage * self.num, 0)

@@ -1,13 +1,14 @@
-"""Lists of equal layers: stored as leaves, and stacks in the program of a stage.
+"""Divide lists of equal layers between stages: separate leaves in storage, stacks in the program.
 
-A leaf of a layer is stored as those outside of the layers are: split over all devices, of all
-stages too. A program gets the leaves of all layers as one stack, of which each stage has its
-layers, and which it gathers layer by layer as it does any stack. So once in a step each device
-sends its part of every layer to the stage that has the layer, and once the gradients go back. A
-node sends `(S - 1) / S^2` of all layers' weights and as much of their gradients.
+A layer in a list is stored as leaves of its own, each split over the devices of all stages, like
+the leaves outside of the layers. The program of a stage takes the same leaf of all layers as one
+stack. The stage has its own layers of the stack, and gathers them one by one, as those of any
+stack. So once in a step each device sends its part of every layer to the stage that runs the layer,
+and once the gradients go back. A node sends `(S - 1) / S^2` of all layers' weights and as much of
+their gradients.
 
-Of a list whose first layers are frozen, these are in another tree. They are a stack of their own,
-of which each stage gathers all.
+If the first layers of a list are frozen, another tree holds them. They form a stack of their own,
+and each stage gathers all of it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from .._sharding import LeafSpec, Stages
 
 @dataclasses.dataclass(frozen=True)
 class LayerLists:
-    """The arrays that a stage's program takes: leaves as they are, and a stack for each list.
+    """Maps leaves to the arrays that a stage's program takes: a stack for each list of layers.
+
+    A leaf outside of lists is an array by itself.
 
     Attributes:
         leaves: the leaves of all sharded arguments.
         stages: the config; None: no stages.
-        members: for each array, the leaves that it is made of: one, or one for each layer.
-        frozen: the arrays that are stacks of frozen layers, which stages do not divide.
+        members: for each array, the indices of its leaves: of one, or of one for each layer.
+        frozen: the indices of the arrays that are stacks of frozen layers, which stages do not
+            divide.
     """
 
     leaves: tuple[LeafSpec, ...]
@@ -48,7 +52,7 @@ class LayerLists:
     def of(
         cls, leaves: Sequence[LeafSpec], trees: Sequence[int], stages: Stages | None
     ) -> LayerLists:
-        """Find the lists.
+        """Find the lists of layers among the leaves.
 
         Args:
             leaves: the leaves of all sharded arguments.
@@ -87,20 +91,22 @@ class LayerLists:
         return cls(tuple(leaves), stages, members, tuple(frozen))
 
     def is_list(self, j: int) -> bool:
-        """Whether array `j` is a stack made of a list."""
+        """Return True if array `j` is a stack of leaves of a list."""
         return self._path_of_list(j) is not None
 
     def is_divided(self, j: int) -> bool:
-        """Whether the layers of array `j` are divided between the stages.
+        """Return True if the layers of array `j` are divided between the stages.
 
-        Those that `zero.freeze` has cut off are not.
+        The frozen layers that `zero.freeze` has split off are not.
         """
         is_stack = self.stages is not None and self.stages.has(self.arrays[j].path)
         return is_stack and j not in self.frozen
 
     @functools.cached_property
     def stacks(self) -> dict[int, StackPart]:
-        """For each array that is a stack of layers, by index: which layers of which stack it has.
+        """For each array that is a stack of layers, by index, the part of a whole stack that it is.
+
+        A stack whose first layers are frozen has two parts: the frozen and the active layers.
 
         Raises:
             ValueError: two arguments hold frozen layers of one stack.
@@ -123,11 +129,11 @@ class LayerLists:
         return [self._array(j) for j in range(len(self.members))]
 
     def numbers(self, leaves: Sequence[int]) -> list[int]:
-        """The arrays that are made of these leaves.
+        """Return the indices of the arrays that consist of the given leaves.
 
         Raises:
-            NotImplementedError: the leaves are some layers of a list and not others, or layers of a
-                frozen list.
+            NotImplementedError: the leaves are some layers of a list but not all, or are layers of
+                a frozen list.
         """
         wanted = {*leaves}
         for j, group in enumerate(self.members):
@@ -147,7 +153,7 @@ class LayerLists:
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
 
     def apart_of(self, leaves: Iterable[int]) -> list[int]:
-        """The arrays of these leaves, none of which may be in a list.
+        """Return the indices of the arrays of the given leaves, none of which may be in a list.
 
         Raises:
             NotImplementedError: a leaf is in a list.
@@ -161,7 +167,7 @@ class LayerLists:
         return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """Take stacks of lists apart: the leaves, from the arrays, both in true shapes."""
+        """Return the leaves of all arrays: take the stacks of lists apart. Nothing is padded."""
         leaves: dict[int, Any] = {}
         for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):
             for row, i in enumerate(group):
@@ -169,15 +175,15 @@ class LayerLists:
         return [leaves[i] for i in range(len(self.leaves))]
 
     def of_stage(self, j: int, shards: Sequence[Array], dtype: Any) -> Array:
-        """This stage's layers of a list, `[n, ...]`, from the shards of all leaves.
+        """Exchange shards of a list's layers, so that each stage gets its own layers, `[n, ...]`.
 
-        Where the layers are not as many as those of all stages, the last ones are zeros. Of frozen
-        layers a stage has all.
+        If the last stages have fewer than `n` layers, zeros take the places of the missing ones.
+        Frozen layers are not divided: each stage gets all of them.
 
         Args:
-            j: the index of the array.
-            shards: this device's shards of its leaves.
-            dtype: the dtype in which they are sent.
+            j: the index of the array that is the list's stack.
+            shards: this device's shard of each layer's leaf.
+            dtype: the dtype in which shards are sent.
         """
         num = lax.axis_size(STAGE)
         x = jnp.stack(shards)
@@ -200,7 +206,17 @@ class LayerLists:
             return all_to_all(x.astype(dtype), STAGE, 0, dim).astype(x.dtype)
 
     def to_leaves(self, j: int, gradient: Array) -> list[Array]:
-        """The gradients of a list's leaves, as these are stored; the reverse of `of_stage`."""
+        """Exchange gradients of a stage's layers, so that they are split as the leaves are.
+
+        This is the reverse of `of_stage`.
+
+        Args:
+            j: the index of the array that is the list's stack.
+            gradient: the gradient of this stage's layers, `[n, ...]`.
+
+        Returns:
+            This device's shard of the gradient of each layer's leaf.
+        """
         dim = self._dim_of_stages(j)
         with labelled("gradients", self.arrays[j].path):
             if dim is None:
@@ -210,7 +226,7 @@ class LayerLists:
         return [whole[row] for row in range(len(self.members[j]))]
 
     def _dim_of_stages(self, j: int) -> int | None:
-        """The dim of a list's stack over which its leaves are split between stages, or None."""
+        """Return the dim of a list's stack along which stages split the leaves; None if none."""
         split = self.leaves[self.members[j][0]].stages
         return None if split is None else split.dim + 1
 

@@ -1,12 +1,12 @@
-"""Send arrays to the next stage or to the one before, also beside a loop over layers.
+"""Send arrays to the next stage or to the stage before, while a loop over layers runs.
 
 [Note: messages beside layers] XLA starts a `ppermute` only after the layer loop that it should
 overlap with. So a message is cut into as many parts as a stage has layers, and each iteration sends
-one part: activations travel to the next stage beside backward, cotangents to the stage before
-beside forward. Two barriers order an iteration. The first makes the layer wait until its part is
-cut out of the message: otherwise XLA cuts it out, and so sends it, only when the layer gathers the
-weights of the next one, and that gather waits for it. The second makes the receipt of the part wait
-for the layer, beside which it travels.
+one part: activations travel to the next stage while the backward loop runs, and cotangents to the
+stage before while the forward loop runs. Two barriers order an iteration. The first makes the layer
+wait until the part is cut out of the message. Otherwise XLA cuts the part out, and so sends it,
+only when the layer gathers the weights of the next layer, and this gather waits for the part. The
+second barrier makes the receipt of the part wait for the layer, so that both overlap.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ _DIVIDED_BYTES = 2**16
 
 
 class Encoding(NamedTuple):
-    """How messages are written.
+    """How arrays are encoded before they are sent to another stage.
 
     Attributes:
-        codec: encodes floats; None sends all arrays as they are.
-        min_size: arrays with fewer elements are sent as they are, if the codec quantizes.
+        codec: encodes floats; None: all arrays are sent as they are.
+        min_size: a codec that quantizes is not used for arrays with fewer elements.
     """
 
     codec: Codec | None = None
     min_size: int = 0
 
     def codec_of(self, x: Any) -> Codec | None:
-        """The codec of an array, given by shape and dtype; None if it is sent as it is.
+        """Return the codec for an array; None if the array is sent as it is.
 
-        An array that a codec would not make smaller is sent as it is.
+        An array that the codec would not make smaller is sent as it is.
+
+        Args:
+            x: the array, or a struct with its shape and dtype.
         """
         if self.codec is None or not x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
             return None
@@ -51,23 +54,23 @@ class Encoding(NamedTuple):
         return self.codec if is_used and is_smaller else None
 
     def encode(self, x: Array) -> Array:
-        """What is sent of an array: each row of its last dim is a message."""
+        """Encode an array for sending; each row along its last dim is encoded by itself."""
         codec = self.codec_of(x)
         return x if codec is None else codec.encode_rows(x, seed=device_index((STAGE, *AXES)))
 
     def decode(self, message: Array, like: Any) -> Array:
-        """The array that a message was made of, of the shape and dtype of `like`."""
+        """Decode an encoded array, which had the shape and dtype of `like` before."""
         codec = self.codec_of(like)
         return message if codec is None else codec.decode_rows(message, like.shape[-1], like.dtype)
 
 
 class Message(NamedTuple):
-    """Arrays that are sent to another stage, and how they are written.
+    """Arrays that each stage sends to a neighbour.
 
     Attributes:
-        arrays: the arrays.
-        shift: 1 to the next stage, -1 to the stage before.
-        encoding: how they are written.
+        arrays: the arrays, not encoded yet.
+        shift: 1 to send to the next stage, -1 to send to the stage before.
+        encoding: how the arrays are encoded.
     """
 
     arrays: list[Any]
@@ -76,9 +79,10 @@ class Message(NamedTuple):
 
 
 def sent(message: Message) -> list[Any]:
-    """Send a message, and return what this stage receives, decoded.
+    """Send a message, and return the decoded arrays that this stage receives.
 
-    A stage that no other stage sends to decodes zeros.
+    Zeros are received by the first stage if all send to the next stage, and by the last stage if
+    all send to the stage before.
     """
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)
@@ -86,7 +90,7 @@ def sent(message: Message) -> list[Any]:
 
 
 def _permuted(arrays: list[Any], shift: int) -> list[Any]:
-    """The arrays of the stage that is `shift` before this one; None stays None."""
+    """Send arrays `shift` stages on, and return the received arrays; keep None in its place."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):
@@ -96,18 +100,19 @@ def _permuted(arrays: list[Any], shift: int) -> list[Any]:
 def scan_beside(
     loop: Loop, layer: Layer, carry: list[Any], layers: Layers, num: int, beside: Message | None
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Scan layers, and send a message beside them (see [Note: messages beside layers]).
+    """Scan layers, and send a message meanwhile (see [Note: messages beside layers]).
 
     Args:
         loop: the layer loop, whose direction and unrolling are kept.
-        layer: runs one layer.
+        layer: runs one layer: maps a carry and the layer's inputs to a carry and outputs.
         carry: the carry before the first layer.
-        layers: the stacks that are scanned, `[num, ...]`.
+        layers: the stacks to scan, `[num, ...]`.
         num: how many layers there are.
         beside: the message; None: nothing is sent.
 
     Returns:
-        The carry after the last layer, what the layers stack, and what was received.
+        The carry after the last layer, the stacked outputs of the layers, and the decoded arrays
+        that this stage has received.
     """
     if beside is None:
         carry, stacked = loop.scan(layer, carry, layers, num)
@@ -144,7 +149,7 @@ def _is_divided(x: Array, num: int) -> bool:
 
 
 def _divided(x: Array, num: int) -> Array:
-    """An array in `num` equal parts, on a new leading dim, padded if it must be."""
+    """Divide an array into `num` equal parts, `[num, ...]`; pad it if `num` does not divide it."""
     if x.shape[0] % num == 0:
         return x.reshape(num, x.shape[0] // num, *x.shape[1:])
     flat = x.reshape(-1)
@@ -152,5 +157,5 @@ def _divided(x: Array, num: int) -> Array:
 
 
 def _joined(parts: Array, like: Array) -> Array:
-    """Concatenate parts from `_divided`, without padding, to the shape of `like`."""
+    """Undo `_divided`: join the parts to an array of the shape of `like`, without the padding."""
     return parts.reshape(-1)[: like.size].reshape(like.shape)

@@ -1,4 +1,4 @@
-"""A function of one micro-batch, as a function of all micro-batches on one stage."""
+"""Turn a function of one micro-batch into a function of all micro-batches on one stage."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from .ticks import Pipeline
 
 
 class Staged:
-    """The program of one stage: a function of flat lists, like the function of one micro-batch.
+    """A function that runs all micro-batches of a step on one stage.
+
+    It takes and returns flat lists of arrays, like the function `flat` of one micro-batch.
 
     Args:
         flat: `(parameters, inputs) -> (loss, weight, gradients, others)` for one micro-batch. The
             first three are None, None and [] in a forward-only program.
-        parameters: shapes and dtypes of the parameters, stacks with all layers.
-        inputs: those with rows as `[microbatches, ...]`; only shapes and dtypes are read.
-        paths: for each parameter that is a stack of layers its path; None for the others.
-        frozen: the parameters that are stacks of frozen layers, which stages do not divide.
-        differentiated: the parameters that `gradients` are of, by index.
-        is_rows: for each input whether it has another value in each micro-batch.
+        parameters: shapes and dtypes of the parameters; stacks have all layers.
+        inputs: shapes and dtypes of the inputs; those with rows are `[microbatches, ...]`.
+        paths: for each parameter its path if it is a stack of layers, otherwise None.
+        frozen: the indices of parameters that are stacks of frozen layers, which stages do not
+            divide.
+        differentiated: the indices of the parameters whose gradients `flat` returns.
+        is_rows: for each input, whether it has a value of its own in each micro-batch.
         microbatches: the number of micro-batches.
         share: a factor of gradients, if examples have no weights.
         activations: what forward of a micro-batch keeps for backward.
         num_combined: how many of the last outputs of `flat` are gradients too.
-        encoding: how messages between stages are written.
+        encoding: how arrays are encoded that are sent between stages.
 
     Attributes:
         block: the program of one micro-batch, as it was traced.
         program: the traced program with the arrays that it closes over.
-        chosen: what its forward keeps for backward.
+        chosen: what forward keeps for backward.
     """
 
     def __init__(
@@ -96,7 +99,15 @@ class Staged:
     def _choose(
         self, block: Block, results: Sequence[Atom], activations: Activations | None
     ) -> Chosen:
-        """Choose what the layers of a stage keep, for all micro-batches in flight."""
+        """Choose the activations that forward keeps for backward.
+
+        A stage holds them for its layers and for all micro-batches in flight.
+
+        Args:
+            block: the program of one micro-batch.
+            results: the outputs of `block` that are no gradients.
+            activations: the config; None: what the loss keeps.
+        """
         pairs = zip(self._parameters, self.paths, strict=True)
         layers = max(x.shape[0] for x, path in pairs if path)
         num = lax.axis_size(STAGE)
@@ -104,7 +115,10 @@ class Staged:
         return choose_activations(block, self._parameters, results, activations, times)
 
     def dtype_read(self, i: int) -> Any:
-        """The dtype that a parameter is read in: a narrower one, if all that reads it rounds it."""
+        """Return the dtype in which the program reads parameter `i`.
+
+        It is a narrower float if all operations that read the parameter round it to this dtype.
+        """
         value = self._parameters[i]
         dtypes = dtypes_read(self._cut.block, value)
         if self._frozen is not None:
@@ -120,7 +134,7 @@ class Staged:
 
     @property
     def described(self) -> tuple[str, ...]:
-        """Lines for a plan: the stages, what is idle, and what is sent between them."""
+        """Lines of a plan's text: the stages, their idle time, and what is sent between them."""
         num, microbatches, cut = lax.axis_size(STAGE), self.microbatches, self._cut
         ticks = microbatches + num - 1
         first = (
@@ -148,18 +162,22 @@ class Staged:
         return f"{like.dtype}{list(like.shape)}{'' if codec is None else f' as {codec}'}"
 
     def __call__(self, parameters: list[Any], inputs: list[Any]) -> Any:
-        """Run all micro-batches.
+        """Run all micro-batches on this stage.
 
         Args:
-            parameters: this stage's layers of the stacks, the last of them zeros where the stage
-                has fewer; and the other parameters in full.
-            inputs: those with rows as `[microbatches, ...]`.
+            parameters: of each stack this stage's layers, padded with zeros where the stage has
+                fewer; and the other parameters in full.
+            inputs: the inputs; those with rows are `[microbatches, ...]`.
 
         Returns:
-            The loss: its mean over micro-batches, or its sum if there is a weight; the sum of the
-            weights; the sums of gradients, times `share` if there is none, of this stage's layers
-            and this stage's part of the others; and other outputs as `[microbatches, ...]`, the
-            last of them the number that `Pipeline.run` returns, if there is one.
+            A tuple of loss, weight, gradients and other outputs:
+            - the sum of the losses of all micro-batches; if there are no weights, their mean;
+            - the sum of the weights, or None;
+            - for each gradient its sum over micro-batches: for a stack that of this stage's layers,
+              for another parameter this stage's term of the sum. If there are no weights, they are
+              multiplied by `share`;
+            - the other outputs, `[microbatches, ...]`. If `Pipeline.run` returns a number too, it
+              is appended to them.
         """
         weights = dict(zip(self._parameters, parameters, strict=True))
         rows = dict(zip(self.block.inputs, self._numbers, strict=False))

@@ -1,4 +1,4 @@
-"""What a stage passes from tick to tick, and the micro-batch that a part of a tick works on."""
+"""The arrays that a stage keeps from tick to tick, and the micro-batch of a part of a tick."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .._program import Loop, Value, dtype_of, shape_of
 
 
 class State(NamedTuple):
-    """What a stage passes from tick to tick.
+    """The arrays that a stage keeps from one tick to the next.
 
     Attributes:
-        activations: the message from the stage before: the forward loop's carry, and its stacked
-            outputs that the head reads, of all layers.
-        cotangents: a message to the stage before: the backward loop's carry, and what all of its
-            layers read.
-        saved: `[slots, layers, ...]`, for each output that forward saves for backward.
-        outputs: `[microbatches, ...]`, for each output of the program that is no gradient; valid on
-            the last stage only.
+        activations: the message that came from the stage before: the carry of the forward loop, and
+            its stacked outputs that the head reads, with the layers of all stages.
+        cotangents: the message that goes to the stage before: the carry of the backward loop, and
+            the values that each of its layers reads (`LayerCut.travelling`).
+        saved: an array `[slots, layers, ...]` for each output that forward saves for backward.
+        outputs: an array `[microbatches, ...]` for each output of the program that is no gradient;
+            valid on the last stage only.
     """
 
     activations: list[Any]
@@ -31,11 +31,12 @@ class State(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of a tick.
+    """The micro-batch that the forward or backward part of a tick works on, on this stage.
 
     Attributes:
-        index: the number of the micro-batch; if the tick has none here, that of the nearest one.
-        exists: whether the tick has a micro-batch here.
+        index: the number of the micro-batch; if this stage has none in this tick, that of the
+            nearest one.
+        exists: whether this stage has a micro-batch in this tick.
         given: the values of the program's inputs for micro-batch `index`.
         loops: the layer loops.
     """
@@ -46,27 +47,31 @@ class MicroBatch(NamedTuple):
     loops: tuple[Loop | None, ...]
 
     def runs(self, is_layer: Array | None) -> Array:
-        """Whether there is a micro-batch, and the layer is not padding; None: no layer is."""
+        """Return whether a layer does real work: on an existing micro-batch, and not as padding.
+
+        Args:
+            is_layer: false for a padding layer; None: no stage has padding layers.
+        """
         return self.exists if is_layer is None else self.exists & is_layer
 
 
 def num_slots(num_stages: int, microbatches: int) -> int:
-    """The most micro-batches whose saved activations a stage holds at a time."""
+    """Return how many micro-batches' saved activations a stage holds at most at a time."""
     return min(2 * num_stages - 1, microbatches)
 
 
 def masked(exists: Array, x: Array) -> Array:
-    """`x` if `exists` is true, otherwise zeros."""
+    """Return `x` if `exists` is true, otherwise zeros."""
     return lax.select_n(exists, jnp.zeros_like(x), x)
 
 
 def zeros(like: Any, *lead: int, layers: int | None = None) -> Array:
-    """Zeros in the dtype and shape of an atom, with further leading dims.
+    """Return zeros in the dtype and shape of an atom, with further leading dims.
 
     Args:
         like: the atom.
         *lead: sizes of the further dims.
-        layers: for a stack, its number of layers, if it is not that of `like`.
+        layers: if the atom is a stack, the number of layers of the zeros; None: that of the atom.
     """
     shape = shape_of(like) if layers is None else (layers, *shape_of(like)[1:])
     return jnp.zeros((*lead, *shape), dtype_of(like))

@@ -6,11 +6,12 @@ backward part, so `m` micro-batches take the time of `m + S - 1` forwards and as
 in 1F1B. A message takes a tick, since all stages run the same program: at most `2 S - 1`
 micro-batches are in flight, whose saved activations lie in a ring of as many slots.
 
-A part of a tick that has no micro-batch works on the nearest one. Nothing of it is kept: backward
-gets cotangents of zero, and gradients that are not zero then are masked before they are reduced;
-where stages have padding layers, all are. What forward saves is stored in its slot: before the
-first micro-batch comes, or after the last one as a copy of what is there. So backward reads what
-was saved of a micro-batch that exists.
+If a part of a tick has no micro-batch on a stage, it works on the nearest one, and its results are
+dropped. Backward then gets cotangents of zero. Gradients that are not zero nevertheless are masked
+before they are reduced; where stages have padding layers, all gradients are masked. Forward stores
+what it saves in the slot of the nearest micro-batch: before the first micro-batch, which overwrites
+it, or after the last one, as a copy of what is in the slot. So backward always reads what was saved
+of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -38,17 +39,17 @@ from .state import MicroBatch, State, masked, num_slots, zeros
 
 
 class Pipeline:
-    """The program of one stage.
+    """Runs the ticks of one stage: a part of the program of each micro-batch, and the messages.
 
     Args:
-        cut: the program of one micro-batch.
-        weights: for each of its inputs that is the same in all micro-batches, the array: this
-            stage's layers of the stacks, and the others in full.
-        rows: for its other inputs, arrays `[microbatches, ...]`.
-        outer: its outputs that are gradients of weights outside of the layers, by index.
+        cut: the program of one micro-batch, cut at its layer loops.
+        weights: the arrays of the program's inputs that are equal for all micro-batches: of stacks
+            this stage's layers, and other arrays in full.
+        rows: the arrays of the program's other inputs, `[microbatches, ...]`.
+        outer: indices of the outputs that are gradients of weights outside of the layers.
         microbatches: the number of micro-batches.
         share: a factor of gradients, before they are added up.
-        encoding: how messages are written.
+        encoding: how arrays are encoded that are sent between stages.
     """
 
     def __init__(
@@ -94,10 +95,10 @@ class Pipeline:
         """Run all ticks.
 
         Returns:
-            For each output of the program, in order: of a gradient the sum over micro-batches, for
-            a stack of this stage's layers, for others this stage's part; of others their values
-            `[microbatches, ...]`, equal on all stages. And a number out of the first message of the
-            last ticks, None if there is none: what is sent after the step should wait for it.
+            An array for each output of the program, in order, and a number. A gradient is summed
+            over micro-batches: of a stack for this stage's layers, of another weight this stage's
+            term. Another output is `[microbatches, ...]`, equal on all stages. The number is one of
+            the first message of the last ticks, or None: what is sent later should wait for it.
         """
         with at_line_of(self.cut.forward):
             return self._run()
@@ -115,8 +116,8 @@ class Pipeline:
             floats = [x for x in received if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
             arrived = floats[0][(0,) * floats[0].ndim] if floats else None
             state = state._replace(cotangents=received)
-            # The gradients of the head are final, but these ticks wait for the message, which
-            # comes first. In a loop over all of them it would come last.
+            # The head's gradients are final, and could be sent now. But the last ticks wait for the
+            # message, so it goes first. In one loop over these ticks it would go after gradients.
             state, sums = self._ticks(state, drain[:1], sums, backward=True)
             state, sums = self._ticks(state, drain[1:], sums, receive=True, backward=True)
         outputs = dict(zip((*self.cut.stack_gradients, *self.outer), sums, strict=True))
@@ -135,17 +136,10 @@ class Pipeline:
     def _ticks(
         self, state: State, ticks: range, sums: Sequence[Any] = (), **parts: bool
     ) -> tuple[State, list[Any]]:
-        """Run some ticks of the same parts.
+        """Run ticks of the same `parts` (see `_tick`) in a loop; return state and sums after it.
 
-        Args:
-            state: the state before the first of them.
-            ticks: the numbers of the ticks.
-            sums: sums of gradients so far, in the order of `_no_sums`.
-            parts: which parts each tick has; see `_tick`.
-
-        Returns:
-            State and sums after them. A loop carries only those sums that it adds to, by which the
-            plan of reductions recognizes them.
+        `sums` are those of gradients so far, in the order of `_no_sums`. The loop carries only the
+        sums that it adds to: so the plan of reductions recognizes them.
         """
         if not ticks:
             return state, [*sums]
@@ -170,7 +164,7 @@ class Pipeline:
         return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
 
     def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
-        """Whether a tick adds to sum `i`. Some gradients have terms in ticks with a head only."""
+        """Return True if a tick adds to sum `i`; to some sums only a tick with a head does."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
             return stacks[i] is not None
@@ -178,7 +172,7 @@ class Pipeline:
         return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
 
     def _no_sums(self) -> list[Array]:
-        """Zeros for the sums of gradients of a stage: of its layers, and of the other weights."""
+        """Return zeros to start the sums of gradients: of stacks first, then of other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
         outer = [self.cut.block.outputs[k] for k in self.outer]
         shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
@@ -195,7 +189,13 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run one tick; also return the terms of the gradients, in the order of `_no_sums`."""
+        """Run the parts of tick `number` for which flags are true.
+
+        `receive` sends the cotangents to the stage before, ahead of all other parts.
+
+        Returns:
+            The state after the tick, and a list of terms to add to each sum of `_no_sums`.
+        """
         activations, cotangents, saved, outputs = state
         first = number - self.stage
         if receive:
@@ -223,7 +223,7 @@ class Pipeline:
         return State(activations, cotangents, saved, outputs), [*stacks, *outer]
 
     def _micro(self, number: Array) -> MicroBatch:
-        """Micro-batch `number`; the nearest one if there is none."""
+        """Return micro-batch `number`; if there is none of this number, the nearest one."""
         index = jnp.clip(number, 0, self.microbatches - 1)
         values = {x: rows[index] for x, rows in self.rows.items()}
         loops = self.cut.forward, self.cut.backward
@@ -235,8 +235,8 @@ class Pipeline:
         """Run this stage's layers forward.
 
         Returns:
-            The message to the next stage; what is saved for backward, `[layers, ...]`; and what
-            was received beside.
+            The arrays to send to the next stage; those saved for backward, `[layers, ...]`; and
+            those received while the layers ran.
         """
         cut, loop = self.cut, self.cut.forward
         num = loop.num_carry
@@ -265,12 +265,12 @@ class Pipeline:
     def _head(
         self, micro: MicroBatch, activations: list[Any], cotangents: list[Any]
     ) -> tuple[list[Any], list[list[Array]], list[Any]]:
-        """On the last stage, compute what lies between the loops.
+        """Run the operations between the layer loops on the last stage; other stages do nothing.
 
         Returns:
-            The cotangents that the backward loop begins with; for each gradient of the other
-            weights the term that does not depend on that loop, in a list that is empty if there is
-            none; and the program's outputs that are no gradients.
+            The cotangents with which the backward loop begins; for each sum of a weight outside of
+            the layers a list of terms, which is empty or has one; and the program's outputs that
+            are no gradients.
         """
         inputs = micro.given | dict(zip(self.cut.activations, activations, strict=True))
         has_rest = [x for x in self.outer.values() if self.sums.has_rest(x)]
@@ -294,8 +294,8 @@ class Pipeline:
         """Run this stage's layers backward.
 
         Returns:
-            The message to the stage before; the terms of the gradients of this stage's layers, and
-            of the other weights; and what was received beside.
+            The arrays to send to the stage before; for each stack, then for each other weight, a
+            list of terms to add to its gradient; and the arrays received while the layers ran.
         """
         cut, loop = self.cut, self.cut.backward
         assert loop is not None
@@ -356,7 +356,10 @@ class Pipeline:
         return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
-        """What a layer loop scans on this stage; `rows` are inputs that no other stage has."""
+        """Return the stacks that a loop scans on this stage, and which of the layers exist.
+
+        `rows` has stacks of this stage's layers; `values` evaluates other stacks, of all layers.
+        """
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
             if isinstance(x, Value) and x in rows:
@@ -371,10 +374,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """`made()` on stages where the condition holds; on others `others`, filled up with zeros.
-
-        `like` has the dtype and shape of each result.
-        """
+        """Return `made()` where the condition holds; elsewhere `others`, and zeros for the rest."""
 
         def typed(arrays: list[Any]) -> list[Any]:
             pairs = zip(arrays, like, strict=True)
@@ -386,11 +386,11 @@ class Pipeline:
         return lax.cond(condition, lambda: typed(made()), without)
 
     def _shared(self, x: Array) -> Array:
-        """A gradient times `share`, in the dtype in which gradients are added up."""
+        """Return a gradient times `share`, in the dtype in which gradients are added up."""
         return x.astype(accumulator_dtype(x.dtype)) * self.share
 
     def _of_last_stage(self, x: Array) -> Array:
-        """The last stage's array, on all stages."""
+        """Send the last stage's array to all stages, and return it."""
         x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
         with labelled("other"):
             return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)

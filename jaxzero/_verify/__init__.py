@@ -1,7 +1,8 @@
-"""Whether a step computes what plain JAX on one device would, under bounds that are derived.
+"""Check that a step computes what plain JAX computes on one device, under derived bounds.
 
-In: a `Problem`, one call of a loss with full arrays, and `Runs` of the configured step; or a
-`Round` of local steps and `RoundRuns`. Out: a `VerifyReport`. `_zero` makes both for `Zero.verify`.
+In: a `Problem`, which is one call of a loss with full arrays for plain JAX, and `Runs`, which run
+the configured step on them. For local steps: a `Round` and `RoundRuns`. Out: a `VerifyReport`.
+`_zero` makes the inputs for `Zero.verify`.
 """
 
 from .problem import Problem as Problem

@@ -1,17 +1,19 @@
-"""Bounds of the errors that a config's codecs make, from `Codec.error_bound`, hop by hop.
+"""Bound the errors that a config's codecs make, hop by hop, from `Codec.error_bound`.
 
-A weight `w` arrives as `w + e` with `|e|` at most the sum of `error_bound` over the codecs that it
-passes. What that does to losses and gradients is sampled: see `OneDevice.samples`.
+A weight `w` arrives as `w + e`, where `|e|` is at most the sum of `error_bound` over the codecs
+that the weight passes. The effect of these errors on losses and gradients is sampled: see
+`OneDevice.samples`.
 
-A gradient `g_d` of each device loses at most `b(g_d)` on the axis `local`, and the mean over a node
-`b(|mean g_d| + mean b(g_d))` on the axis `node`, with `b` the `error_bound` of that axis. So the
-mean over devices is off by at most the mean of the first plus the mean of the second, element by
-element. Where sums are not split over the axes that they are summed over (`split="local"`, stages 0
-and 1), they are encoded once more on their way back.
+Let `b` be the `error_bound` of a mesh axis. The gradient `g_d` of a device changes by at most
+`b(g_d)` on the axis `local`. Then the mean over a node's devices changes by at most
+`b(|mean g_d| + mean b(g_d))` on the axis `node`. So an element of the mean over all devices is off
+by at most the mean of the first bounds plus the mean of the second. Where sums are not split over
+the axes that they are summed over (`split="local"`, stages 0 and 1), they are encoded once more on
+their way back.
 
-Codecs round to nearest or without bias, so that of their errors `e_i` the sum `sum e_i g_i`, by
-which a wrong scale shows, is at most `6 sqrt(sum b_i^2 g_i^2)` but for a probability of 3e-8
-(Hoeffding).
+A wrong scale of a gradient `g` shows in the sum `sum e_i g_i`, where `e_i` are the errors. Codecs
+round to nearest or without bias, so this sum is at most `6 sqrt(sum b_i^2 g_i^2)`, except with a
+probability of 3e-8 (Hoeffding).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _DEVIATIONS = 6  # exceeded with a probability of 3e-8, by Hoeffding (above)
 
 
 def has_codecs(config: ZeroConfig) -> bool:
-    """Whether a config encodes what it sends or keeps."""
+    """Return True if a config has a codec for weights, gradients or node slices."""
     hops = (
         config.weights.node,
         config.weights.local,
@@ -43,7 +45,16 @@ def has_codecs(config: ZeroConfig) -> bool:
 
 
 def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
-    """By how much codecs may change the elements of a weight, float32 in the shape of `x`."""
+    """Bound the change of each element of a weight by the codecs that it passes.
+
+    Args:
+        leaf: the layout of the weight.
+        x: the weight in full.
+        comm: the codecs, and the sizes of the mesh axes.
+
+    Returns:
+        The bounds, float32 in the shape of `x`.
+    """
     total = np.zeros(x.shape, np.float32)
     if (
         leaf.layout is None
@@ -67,7 +78,7 @@ def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
 
 
 def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
-    """`weight_bound` for a table whose rows are sent where they are looked up.
+    """Return `weight_bound` for a table whose rows are sent to the devices that look them up.
 
     Each row is a message, and is encoded again for each axis. A sum of rows is off by at most the
     sum of their bounds.
@@ -82,13 +93,16 @@ def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
 
 
 def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfig) -> Any:
-    """By how much codecs may change the elements of a mean gradient, float64 in its shape.
+    """Bound the change of each element of a mean gradient by the codecs that it passes.
 
     Args:
         leaf: the layout of the parameter.
         parts: the gradients of each device and micro-batch, `[devices, microbatches, *shape]`.
         comm: the codecs, and the sizes of the mesh axes.
-        config: over which axes sums of gradients are split.
+        config: says over which axes sums of gradients are split.
+
+    Returns:
+        The bounds, float64 in the shape of the parameter.
     """
     sizes = comm.sizes[NODE], comm.sizes[LOCAL]
     parts = np.asarray(parts, np.float64).reshape(*sizes, *parts.shape[1:])
@@ -113,20 +127,37 @@ def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfi
 
 
 def bounds_of(error: Any, result: Any) -> Any:
-    """Bounds of the three measures of `samples.measured`, `[3]`, from a bound of each element."""
+    """Return bounds of the three measures of `samples.measured`, `[3]`.
+
+    Args:
+        error: for each element of a result, the bound of its error.
+        result: the result.
+    """
     result = np.where(np.isfinite(result), np.asarray(result, np.float64), 0)
     along = _DEVIATIONS * np.linalg.norm((error * result).ravel())
     return np.array([np.linalg.norm(error.ravel()), np.max(error, initial=0), along])
 
 
 def bound_of_shards(codec: Codec, leaf: LeafSpec, x: Any) -> Any:
-    """`error_bound` of a leaf of which each device encodes its shard as one message; float32."""
+    """Return the `error_bound` of each element of a leaf, float32 in its shape.
+
+    Each device encodes its shard of the leaf as one message.
+    """
     num = leaf.layout.num_shards if leaf.layout else 1
     return _bound(codec, leaf, x, num, num_lead=0).astype(np.float32)
 
 
 def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int, num_lead: int | None = None) -> Any:
-    """`error_bound` of the messages in which a leaf is sent, in the shape of the leaf."""
+    """Return the `error_bound` of each element of a leaf that is sent in `num` shards.
+
+    Args:
+        codec: the codec.
+        leaf: the layout of the leaf.
+        x: the leaf in full.
+        num: the number of shards.
+        num_lead: the number of leading dims whose entries are messages of their own, such as the
+            layers of a stack; None: that of `leaf`.
+    """
     x = np.asarray(x, np.float32)
     if leaf.layout is None:
         return codec.error_bound(x.reshape(1, -1)).reshape(x.shape)

@@ -1,7 +1,7 @@
-"""Plain JAX on each device's own rows, and the mean over devices: what a right step computes.
+"""Run plain JAX on each device's own rows, and take the mean over devices, as a right step does.
 
-It differs from one device with all rows where the loss is no mean of rows. So it tells an error of
-the step from a loss that depends on which rows share a device.
+The result differs from that of one device with all rows if the loss is not a mean over rows. So it
+tells an error of the step from a loss that depends on which rows share a device.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .samples import Samples
 
 
 class EachDevice:
-    """The loss by plain JAX on the rows of each device.
+    """Computes loss and gradients by plain JAX on the rows of each device.
 
     Args:
-        problem: the call.
-        mesh: the devices, each of which holds all parameters here.
-        microbatches: into how many parts the rows of a device are cut.
+        problem: the call to compute.
+        mesh: the devices, each of which holds all parameters in full.
+        microbatches: the number of micro-batches into which the rows of a device are cut.
 
     Attributes:
-        is_counted: which of these parts are in the means, `[devices, microbatches]`.
+        is_counted: which micro-batches are in the means, booleans `[devices, microbatches]`.
     """
 
     def __init__(self, problem: Problem, mesh: AnyMesh, microbatches: int):
@@ -47,7 +47,12 @@ class EachDevice:
         ]
 
     def _parts(self, arrays: Sequence[Any], seed: Any = None) -> list[Any]:
-        """This device's part of each result, as an array `[1, microbatches, ...]`."""
+        """Compute the results of this device's micro-batches, arrays `[1, microbatches, ...]`.
+
+        Args:
+            arrays: this device's arrays of the problem.
+            seed: if given, each operation is moved by its rounding error, as in `moved`.
+        """
         function = functools.partial(self.problem.loss_and_grads, divide=False)
         parts = []
         for k in range(self.microbatches):
@@ -69,15 +74,18 @@ class EachDevice:
 
     @functools.cached_property
     def parts(self) -> list[Any]:
-        """The results of each device and micro-batch, `[devices, microbatches, ...]`.
+        """The results of each device and micro-batch, arrays `[devices, microbatches, ...]`.
 
-        They are those of `Problem.loss_and_grads` with `divide=False`, in this order.
+        Each is a result of `Problem.loss_and_grads` with `divide=False`, in the same order.
         """
         run = map_devices(self._parts, self.mesh, (list(self.problem.specs),), PartitionSpec(AXES))
         return on_host(jax.jit(run)(self.arrays))
 
     def combined(self, parts: Sequence[Any]) -> list[Any]:
-        """The loss, `aux` and gradients of all devices, from `parts`."""
+        """Combine the results of all devices and micro-batches to loss, `aux` and gradients.
+
+        `parts` has the form of the property `parts`.
+        """
         parts = [x[self.is_counted][None] for x in parts]
         names = self.problem.names
         num_aux = len(self.problem.aux_how)
@@ -94,14 +102,17 @@ class EachDevice:
         return [means[0], *aux, *means[1:]]
 
     def samples(self, results: Sequence[Any]) -> Samples:
-        """How results differ from `results` where operations are moved by their rounding error."""
+        """Measure how far results lie from `results` if operations are moved by rounding errors."""
         specs = list(self.problem.specs), PartitionSpec()
         run = jax.jit(map_devices(self._parts, self.mesh, specs, PartitionSpec(AXES)))
         return Samples.of(lambda seed: self.combined(on_host(run(self.arrays, seed))), results)
 
 
 def _placed(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """The array on all devices; random keys by their data, which other processes have too."""
+    """Put an array on devices, which all processes hold in full.
+
+    For random keys their data are put, and made keys on the devices.
+    """
     if is_key(x):
         data = jax.device_put(on_host(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -113,7 +124,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _combined(x: Any, how: str) -> Any:
-    """One result `[devices, microbatches, ...]` combined as `aux_reduce` says."""
+    """Combine a result `[devices, microbatches, ...]` by `how`, an option of `aux_reduce`."""
     match how:
         case "first":
             return x[0, 0]

@@ -1,15 +1,17 @@
-"""Find the first operation whose value on a device's rows is not what one device has for them.
+"""Find the first operation that gives a device's rows another value than with all rows together.
 
-The loss is traced twice, for all rows and for the rows of one part (a device, or a micro-batch of
-it), and both programs are run operation by operation. Each value of a part should be
+The loss is traced twice: for all rows, and for the rows of one part. A part is a device, or a
+micro-batch of a device. Both programs are run operation by operation, the second for each part.
+Every value of the parts should be one of these:
 
-    the part's rows of the value for all rows (in backward perhaps times the number of parts, since
-    each part takes its own mean), or, without rows, equal on all parts, or a value of which the
-    one for all rows is the sum or the mean over parts.
+    the part's rows of the value for all rows, in backward perhaps times the number of parts, since
+    each part takes its own mean;
+    if it has no rows, equal on all parts to the value for all rows;
+    if it has no rows, a term: the value for all rows is the sum or the mean over parts.
 
-The first value in program order that is none of these is where rows of different parts meet.
-Values are equal here if they agree in half of their digits: roundings may change the others.
-On several processes each computes the values of all devices by itself, on one of its own.
+The first value in program order that is none of these shows where rows of different parts meet.
+Values count as equal if they agree in half of their digits, since roundings may change the others.
+With several processes, each computes the values of all parts by itself, on a device of its own.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from .problem import Problem, is_key, on_host
 
 
 class _FoundError(Exception):
-    """Carries the sentence about the first operation that differs."""
+    """Ends the search; its message is the sentence about the first operation that differs."""
 
 
 def first_difference(
     problem: Problem, mesh: AnyMesh, microbatches: int, wanted: Sequence[int]
 ) -> str:
-    """A sentence about the first operation that mixes rows; "" if none is found.
+    """Return a sentence about the first operation that mixes rows of parts; "" if none is found.
 
     Args:
-        problem: the call.
+        problem: the call to run.
         mesh: the devices.
         microbatches: the number of micro-batches of a device.
-        wanted: places of the results that differ, in `problem.names`.
+        wanted: the indices, in `problem.names`, of the results that differ.
     """
     num_forward = 1 + len(problem.aux_how)
     only_forward = all(i < num_forward for i in wanted)
@@ -63,26 +65,26 @@ def first_difference(
 
 
 def shared_draw(problem: Problem, mesh: AnyMesh) -> str:
-    """The line where every device draws the same random numbers for its rows; "" if none does."""
+    """Return the line where all devices draw the same random numbers for their rows, or ""."""
     lockstep = _Lockstep(problem, mesh, 1, functools.partial(_forward, problem), judged=False)
     lockstep.run()
     return lockstep.shared
 
 
 def _forward(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
-    """The loss, its weight if it has one, and `aux`."""
+    """Return the loss, its weight if it has one, and `aux`."""
     value, weight, aux = problem.function(arrays)
     return [value, *aux] if weight is None else [value, weight, *aux]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """A value for all rows, and that of each part.
+    """A value of the program for all rows, and the same value of the program for each part.
 
     Attributes:
         whole: the value for all rows.
         parts: the value of each part.
-        source: where it was computed, if it is a sum or mean over rows of different parts.
+        source: the line that computes it, if it is a sum or mean over rows of different parts.
     """
 
     whole: Any
@@ -91,7 +93,18 @@ class _Pair:
 
 
 class _Lockstep:
-    """Runs the program for all rows and those of all parts, operation by operation."""
+    """Runs the program for all rows and that for each part, operation by operation.
+
+    Args:
+        problem: the call to run.
+        mesh: the devices.
+        microbatches: the number of micro-batches of a device.
+        results: the function that is traced for both programs.
+        judged: whether to compare values, and raise `_FoundError` at the first that differs.
+
+    Attributes:
+        shared: the first line where all parts draw the same random numbers; "" for none.
+    """
 
     def __init__(
         self,
@@ -123,7 +136,17 @@ class _Lockstep:
     def _block(
         self, whole: Block, part: Block, inputs: Sequence[_Pair], where: str
     ) -> list[_Pair] | None:
-        """Run two blocks of the same operations; None if they are not."""
+        """Run a block for all rows and for each part, and return its outputs.
+
+        Args:
+            whole: the block of the program for all rows.
+            part: the block of the program for a part.
+            inputs: the values of the blocks' inputs.
+            where: the iteration of the loops around, for the sentence.
+
+        Returns:
+            The values of the outputs; None if the two blocks have different operations.
+        """
         if [x.name for x in whole.operations] != [x.name for x in part.operations]:
             return None
         env: dict[Value, _Pair] = {}
@@ -188,7 +211,7 @@ class _Lockstep:
         return [*carry, *stacks]
 
     def _drawn(self, operation: Operation, pair: _Pair) -> _Pair:
-        """Replace the random bits of all rows by those that the parts draw for their rows."""
+        """Replace the random bits for all rows by those that the parts draw for their rows."""
         dims = _split_dims(pair, self.num)
         if not dims:
             return pair
@@ -200,7 +223,7 @@ class _Lockstep:
     def _judged(
         self, operation: Operation, pair: _Pair, inputs: Sequence[_Pair], where: str
     ) -> _Pair:
-        """The pair, with `source` if it is a sum or mean over parts.
+        """Return the pair, with its `source` set if `whole` is the sum or mean of `parts`.
 
         Raises:
             _FoundError: the values are in none of the relations at the top of this file.
@@ -231,10 +254,10 @@ class _Lockstep:
 
 
 def _on_this_process(mesh: AnyMesh) -> AnyMesh:
-    """The mesh, or one of simulated devices of this process for a mesh of several processes.
+    """Return a mesh on which this process can run alone: `mesh`, or one of simulated devices.
 
-    Every process has all rows, and each looks by itself: if they exchanged the values of an
-    operation, one that found the place would leave the others waiting.
+    Every process has all rows, and searches by itself. If processes exchanged values, one that
+    found the operation would leave the others waiting.
     """
     if jax.process_count() == 1:
         return mesh
@@ -243,7 +266,7 @@ def _on_this_process(mesh: AnyMesh) -> AnyMesh:
 
 
 def _traced(results: Callable, mesh: AnyMesh, arrays: Sequence[Any]) -> Block:
-    """The operations of the function on arrays of these shapes, with the axes of `mesh`."""
+    """Trace a function of a list of arrays, with the axes of `mesh`, to a block of operations."""
     blocks = []
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
@@ -256,7 +279,7 @@ def _traced(results: Callable, mesh: AnyMesh, arrays: Sequence[Any]) -> Block:
 
 
 def _parts(problem: Problem, arrays: Sequence[Any], num: int) -> list[list[Any]]:
-    """The arrays of each of `num` parts."""
+    """Return the arrays of each of `num` parts: arrays with rows are cut, others are whole."""
 
     def cut(x: Any, spec: PartitionSpec) -> list[Any]:
         dim = split_dim(spec)
@@ -276,7 +299,13 @@ def _is_collective(operation: Operation) -> bool:
 
 
 def _run(operation: Operation, inputs: Sequence[Sequence[Any]], mesh: Any) -> list[list[Any]]:
-    """The outputs of an operation for the inputs of each part."""
+    """Run an operation for each part, and return the outputs of each.
+
+    Args:
+        operation: the operation.
+        inputs: for each part the inputs of the operation.
+        mesh: has a device for each part, if the operation is a collective.
+    """
     if not _is_collective(operation):
         return [operation.bind(list(x)) for x in inputs]
     stacked = [jnp.stack([jnp.asarray(x) for x in column]) for column in zip(*inputs, strict=True)]
@@ -290,7 +319,10 @@ def _run(operation: Operation, inputs: Sequence[Sequence[Any]], mesh: Any) -> li
 
 
 def _split_dims(pair: _Pair, num: int) -> list[int] | None:
-    """The dims that are `num` times as long for all rows; None if the shapes fit in no such way."""
+    """Return the dims that are `num` times as long for all rows as for a part.
+
+    None: the shapes differ in another way.
+    """
     whole, part = np.shape(pair.whole), np.shape(pair.parts[0])
     if len(whole) != len(part):
         return None
@@ -299,7 +331,10 @@ def _split_dims(pair: _Pair, num: int) -> list[int] | None:
 
 
 def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
-    """Whether each part is its own rows of `whole`, where rows may be inside of a merged dim."""
+    """Return True if each part equals its own rows of `whole`, up to a factor of `_factors`.
+
+    `dims` are the dims that parts cut. Rows may lie inside a dim that a reshape has merged.
+    """
     num = len(parts)
     for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
         cut = [_cut(whole, dims, outers, i, num) for i in range(num)]
@@ -310,7 +345,10 @@ def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
 
 
 def _cut(whole: Any, dims: Sequence[int], outers: Sequence[int], i: int, num: int) -> Any:
-    """Part `i` of `num` of an array whose split dims are `[outer, num, rest]`."""
+    """Return part `i` of `num` of an array, each of whose `dims` is `[outer, num, rest]`, merged.
+
+    `outers` has the size of `outer` for each of the dims.
+    """
     for dim, outer in zip(dims, outers, strict=True):
         shape = whole.shape
         split = whole.reshape(*shape[:dim], outer, num, -1, *shape[dim + 1 :])
@@ -319,8 +357,9 @@ def _cut(whole: Any, dims: Sequence[int], outers: Sequence[int], i: int, num: in
 
 
 def _factors(num: int) -> list[float]:
-    """Factors by which a part's value may differ: powers of `num`, as means are over fewer rows and
-    backward multiplies them.
+    """Return the factors by which a part's value may differ from the value for all rows.
+
+    They are powers of `num`: parts take means over fewer rows, and backward multiplies them.
     """
     return [float(num) ** power for power in (0, 1, -1, 2, -2)]
 
@@ -330,7 +369,10 @@ def _divisors(size: int) -> list[int]:
 
 
 def _is_near(x: Any, y: Any, size: Any = 0.0) -> bool:
-    """Whether `x` agrees with `y` in half of the digits of `y`, relative to norms or `size`."""
+    """Return True if `x` and `y` agree in half of the digits of the dtype of `y`.
+
+    The norm of their difference is compared with the largest of their norms and `size`.
+    """
     digits = float(jnp.finfo(y.dtype).eps) ** 0.5
     x, y = x.astype(_wide(x)).ravel(), y.astype(_wide(y)).ravel()
     with np.errstate(invalid="ignore"):

@@ -1,6 +1,6 @@
-"""Plain JAX on one device with all rows, and how far roundings may lead from its results.
+"""Run plain JAX on one device with all rows, and sample how far roundings may move its results.
 
-The device is one that has the room, or the host's CPU.
+The device is one of the mesh if it has the room, otherwise the host's CPU.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _PRODUCT_EPS = {"cuda": 2.0**-10, "gpu": 2.0**-10, "rocm": 2.0**-10, "tpu": 2.0*
 
 
 class OneDevice:
-    """Plain JAX on one device and all rows, and the spread of its results under roundings.
+    """Computes a problem by plain JAX on one device, and samples the effect of roundings.
 
     Args:
-        problem: the call.
+        problem: the call to compute, with all rows.
         device: the device that plain JAX runs on.
         platform: the platform of the step that the results are compared with.
-        spread: for each array, how much a codec may change its elements; None: not at all.
+        spread: for each array of the problem, by how much codecs may change each element; None:
+            there are no codecs.
     """
 
     def __init__(
@@ -57,10 +58,18 @@ class OneDevice:
         spread: Sequence[Any] | None,
         say: Callable[[str], None],
     ) -> OneDevice:
-        """Plain JAX on the device that `choose_device` finds for the rows of `given`.
+        """Compile a problem for the device that `choose_device` finds.
 
-        If no `reference` is asked for, and the compiled program does not fit there, it is on the
-        host's CPU. `say` is told what has to fit.
+        If `reference` is None and the compiled program does not fit on that device, compile it for
+        the host's CPU.
+
+        Args:
+            problem: the call to compute.
+            given: the call of the step, whose arrays decide which device has the room.
+            mesh: the mesh of the step.
+            reference: see `choose_device`.
+            spread: see `OneDevice`.
+            say: called with sentences about the memory that is needed.
         """
         device, said = choose_device(given, mesh, reference)
         say(said)
@@ -75,7 +84,7 @@ class OneDevice:
         return [jax.device_put(x, self.device) for x in arrays]
 
     def set_spread(self, spread: Sequence[Any]) -> None:
-        """Replace `spread` by another, of the same shapes and dtypes."""
+        """Replace `spread` by arrays of the same shapes and dtypes."""
         self.spread = self._placed(spread)
 
     def _mapped(self, function: Callable, num: int = 1) -> Callable:
@@ -92,10 +101,10 @@ class OneDevice:
         return self._bytes("output", "temp") <= free_bytes(self.device)
 
     def described(self) -> str:
-        """A sentence that says how many bytes the program needs, and on which device.
+        """Return a sentence that says how many bytes the program needs, and on which device.
 
         Raises:
-            ValueError: the device has not the room.
+            ValueError: the device has not enough memory left.
         """
         needed = readable_bytes(self._bytes("argument", "output", "temp"))
         if not self.fits:
@@ -107,7 +116,7 @@ class OneDevice:
         return f"Plain JAX on one device: {needed} on {self.device}."
 
     def in_float64(self) -> list[Any]:
-        """The results of `run` with floats of 64 bits.
+        """Compute the results of `run` with all floats in 64 bits.
 
         Raises:
             ValueError: the function does not run in float64.
@@ -126,16 +135,16 @@ class OneDevice:
                 ) from error
 
     def run(self) -> list[Any]:
-        """The loss, `aux` and the gradients."""
+        """Compute the loss, `aux` and the gradients, as arrays on the host."""
         return on_host(self.program(self.arrays))
 
     def samples(self, results: Sequence[Any], redraw: bool, encoded: bool) -> Samples:
-        """How results differ from `results` where each operation is moved by its rounding error.
+        """Measure how far results lie from `results` if operations are moved by rounding errors.
 
         Args:
             results: the results of `run`.
-            redraw: whether to draw other random numbers.
-            encoded: whether to move also the arguments, by `spread`.
+            redraw: whether to draw other random numbers too.
+            encoded: whether to move the arguments too, by `spread`.
         """
 
         def sample(arrays, spread, seed, redraw, encoded):
@@ -168,16 +177,17 @@ class OneDevice:
 
 
 def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any, str]:
-    """The device, and a sentence about what it must hold at least.
+    """Choose the device for plain JAX; also return a sentence about the memory that it needs.
 
     Args:
-        problem: the call.
+        problem: the call to compute.
         mesh: the mesh of the step.
-        reference: a device, the name of a platform such as "cpu", or None: a device of the mesh if
-            it has the room, otherwise the host's CPU.
+        reference: a device, or the name of a platform such as "cpu". None: a device of the mesh if
+            it has the memory, otherwise the host's CPU.
 
     Raises:
-        ValueError: `reference` is no device of this process, or has not the room.
+        ValueError: `reference` is not a device of this process, or the device has not enough memory
+            left.
     """
     least = least_bytes(problem)
     needs = (
@@ -204,12 +214,12 @@ def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any,
 
 
 def own_device(mesh: AnyMesh) -> Any:
-    """A device of the mesh that is of this process."""
+    """Return a device of the mesh that belongs to this process."""
     return next(x for x in physical(mesh).devices.flat if x.process_index == jax.process_index())
 
 
 def free_bytes(device: Any) -> float | int:
-    """Bytes that a device has left; infinite where that is not known."""
+    """Return the bytes that a device has left; infinity if they are not known."""
     if device.platform == "cpu":
         free = available_bytes()
         return float("inf") if free is None else free
@@ -220,7 +230,7 @@ def free_bytes(device: Any) -> float | int:
 
 
 def named_device(platform: str) -> Any:
-    """The first device of a platform.
+    """Return the first device of a platform.
 
     Raises:
         ValueError: JAX has not started that platform.
@@ -235,6 +245,6 @@ def named_device(platform: str) -> Any:
 
 
 def least_bytes(problem: Problem) -> int:
-    """Bytes of all arguments and gradients."""
+    """Return the bytes of a call's arguments and gradients together."""
     sizes = [np.size(x) * getattr(x.dtype, "itemsize", 8) for x in problem.arrays]  # 8: random keys
     return sum(sizes) + sum(sizes[i] for i in problem.differentiated)

@@ -1,4 +1,4 @@
-"""`Problem`: the call of a loss that is verified, as a function of full arrays for plain JAX."""
+"""`Problem`: the call of a loss to verify, as a function of full arrays that plain JAX runs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .._sharding import LeafSpec, split_dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call of a user's function.
+    """One call of a user's function, with its arguments.
 
     Attributes:
         function: takes a list of full arrays; returns `(loss, weight, aux)`, with a list of arrays
             as `aux`. The weight is None unless the loss is a sum that is to be divided by it.
         arrays: the full arrays of all arguments, on the host.
-        specs: for each array how a step splits it over `node` and `local`; parameters are whole.
-        leaves: for each array its layout, if it is a parameter; None for others.
-        differentiated: indices of the arrays that gradients are of.
-        grad_names: for each of these, the name of its gradient.
+        specs: for each array how a step splits its rows over `node` and `local`; parameters have no
+            rows.
+        leaves: for each array its layout if it is a parameter, otherwise None.
+        differentiated: indices of the arrays with respect to which gradients are taken.
+        grad_names: the names of the gradients, in the order of `differentiated`.
         aux_names: names of the arrays in `aux`.
-        aux_how: for each of these how it is combined over devices, as in `aux_reduce`.
+        aux_how: for each array in `aux`, how it is combined over devices, as in `aux_reduce`.
         counted: with `shares`, which rows are computed, booleans `[rows]`; None: all.
     """
 
@@ -52,21 +53,22 @@ class Problem:
 
     @property
     def row_dims(self) -> list[int | None]:
-        """For each array the dim that is split over all devices by rows; None: it is not."""
+        """For each array the dim of its rows, which is split over all devices; None: no rows."""
         dims = [split_dim(spec) for spec in self.specs]
         pairs = zip(dims, self.specs, strict=True)
         return [dim if dim is not None and spec[dim] == AXES else None for dim, spec in pairs]
 
     def rows_per_device(self, mesh: AnyMesh) -> int:
-        """The rows of a device; 0 if no array is split by rows."""
+        """Return the number of rows of a device; 0 if no array has rows."""
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
         pairs = zip(self.arrays, self.row_dims, strict=True)
         return next((x.shape[dim] // num for x, dim in pairs if dim is not None), 0)
 
     def permuted(self, mesh: AnyMesh) -> list[Any]:
-        """The arrays with their rows dealt out to devices one by one.
+        """Return the arrays with rows in another order, which gives each device other rows.
 
-        With `counted`, the rows that are computed are moved by one row among themselves.
+        Rows are dealt out to devices one by one. With `counted`, the rows that are computed move on
+        by one place among themselves instead.
         """
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
         order = np.arange(num * self.rows_per_device(mesh))
@@ -77,7 +79,7 @@ class Problem:
         return self.with_rows(order)
 
     def with_rows(self, numbers: Any) -> list[Any]:
-        """The arrays with only the rows of these indices, in this order."""
+        """Return the arrays with only the rows of the given numbers, in the given order."""
         return [
             x if dim is None else _taken(x, numbers, dim)
             for x, dim in zip(self.arrays, self.row_dims, strict=True)
@@ -85,16 +87,17 @@ class Problem:
 
     @property
     def of_counted(self) -> Problem:
-        """The problem with only those rows that are computed."""
+        """The same problem with only the rows that are computed."""
         if self.counted is None:
             return self
         arrays = self.with_rows(np.flatnonzero(self.counted))
         return dataclasses.replace(self, arrays=arrays, counted=None)
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
-        """The loss, `aux` and the gradients, by `jax.value_and_grad`.
+        """Compute the loss, `aux` and the gradients in one list, by `jax.value_and_grad`.
 
-        With a weight and without `divide`: the sum, the weight, `aux`, and the sum's gradients.
+        If there is a weight and `divide` is false, nothing is divided by it: the list is the sum of
+        losses, the weight, `aux`, and the gradients of the sum.
         """
 
         def loss(trained: Sequence[Any]) -> tuple[Any, Any]:
@@ -115,11 +118,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HalfBatches(Problem):
-    """A call whose results are the products `|g1|^2`, `|g2|^2` and `g1.g2` of each leaf.
+    """A call whose results are inner products of the mean gradients of two halves of the batch.
+
+    For the gradients `g1` and `g2` of a leaf on the two halves, they are `|g1|^2`, `|g2|^2` and
+    `g1.g2`.
 
     Attributes:
-        half: the number of nodes, or of devices if there is one node, that have the first half.
-        num: the number of all nodes, or of all devices if there is one node.
+        half: how many nodes have the first half; if there is one node, how many devices.
+        num: the number of all nodes; if there is one node, of all devices.
     """
 
     half: int
@@ -133,12 +139,15 @@ class HalfBatches(Problem):
 
     @property
     def names(self) -> list[str]:
-        """Names of `|g1|^2` of all leaves, of `|g2|^2` and of `g1.g2`, then "share"."""
+        """Names of the results: `|g1|^2` of all leaves, then `|g2|^2`, `g1.g2`, and "share"."""
         products = [f"{x} {kind}" for kind in ("first", "second", "cross") for x in self.grad_names]
         return [*products, "share"]
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
-        """The inner products and the share, in the order of `names`."""
+        """Compute the inner products, and the first half's share of the batch's total weight.
+
+        They come in the order of `names`.
+        """
         (weight, first), (other, second) = (
             self._means(arrays, part) for part in (range(self.half), range(self.half, self.num))
         )
@@ -156,7 +165,10 @@ class HalfBatches(Problem):
         return [x for kind in products for x in kind] + [share.astype(jnp.float32)]
 
     def _means(self, arrays: Sequence[Any], part: range) -> tuple[Any, list[Any]]:
-        """The weight of some of the nodes or devices, and the mean gradients over their rows."""
+        """Return the weight of the rows of some nodes or devices, and the mean gradients over them.
+
+        `part` has the numbers of the nodes; if there is one node, of the devices.
+        """
         rows = []
         for array, dim in zip(arrays, self.row_dims, strict=True):
             if dim is not None:
@@ -176,12 +188,12 @@ def _taken(x: Any, numbers: Any, dim: int) -> Any:
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is an array of typed random keys."""
+    """Return True if `x` is an array of typed random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def on_host(tree: Any) -> Any:
-    """The values of global arrays as NumPy arrays, in every process."""
+    """Return the values of a tree of global arrays as NumPy arrays, in every process."""
 
     def fetched(x: Any) -> Any:
         if isinstance(x, jax.Array):

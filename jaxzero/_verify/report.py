@@ -1,4 +1,4 @@
-"""`VerifyReport`: what was compared, under which bound, and what follows from it."""
+"""`VerifyReport`: the comparisons of a step with plain JAX, their bounds, and the verdict."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .._report import TextTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """One result, or leaf of a result, of the step and of plain JAX.
+    """The comparison of one result of the step with that of plain JAX.
 
     Attributes:
         name: `loss`, or the path of an `aux` leaf or parameter.
-        kind: "loss", "aux", "gradient", "update", or one of these with codecs: "gradient, encoded";
-            with `halves` "half-batches";
-            of a round "loss", "parameter", "optimizer state", "outer parameter" and "outer state".
+        kind: "loss", "aux", "gradient", "update", or with `halves` "half-batches"; of a round
+            "loss", "parameter", "optimizer state", "outer parameter" or "outer state". With codecs
+            ", encoded" follows; ", same numbers" if plain JAX draws the step's random numbers.
         size: the norm of plain JAX's result.
-        difference: the norm of the difference.
-        bound: what it may be, from roundings, dtypes and codecs.
-        ratio: difference over bound, the largest of those for the norm, the largest element and
-            the part along the result; above 1 the result is wrong.
+        difference: the norm of the difference of both results.
+        bound: the largest `difference` that roundings, dtypes and codecs explain.
+        ratio: the difference divided by its bound, for the measure where this is largest: the norm,
+            the largest element, or the part along the result. Above 1 the result is wrong.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variation:
-    """The same step with one thing changed that should not matter.
+    """The comparison of a step with the same step after a change that should not matter.
 
     Attributes:
-        name: what was changed.
-        result: the result that changed most, relative to its bound.
-        change: the norm of its change, relative to the norm of the result.
-        ratio: the change over the bound of roundings.
+        name: the change, such as "rows on other devices".
+        result: the name of the result that differs most, relative to its bound.
+        change: the norm of the difference, divided by the norm of the result.
+        ratio: the difference divided by the bound of roundings.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Variation:
 
     @property
     def matters(self) -> bool:
-        """Whether the results change by more than roundings."""
+        """Whether a result differs by more than roundings explain."""
         return self.ratio > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Distances of one result from the same in float64, as norms.
+    """How far one result is from the same result of plain JAX in float64, as norms.
 
     Attributes:
         name: the name of the result.
@@ -82,20 +82,25 @@ class VerifyReport:
     """The result of `Zero.verify`; `print` it.
 
     Attributes:
-        checks: one for each result, the largest ratio of difference and bound first.
-        variations: what changes with other micro-batches, with permuted rows, with other keys.
+        checks: one for each result, the largest ratio of difference and bound first. If `cause` is
+            "step", they compare the step with plain JAX on each device's rows.
+        variations: comparisons with steps of other micro-batches, of permuted rows, of other keys.
         roundings: with `float64=True`, how far each result of the step and of plain JAX is from the
-            same in float64.
-        cause: where a check fails: "step" (plain JAX on each device's rows gives other values: an
-            error of the step), "rows" (it gives the same: the loss depends on which rows share a
-            device), "keys" (devices draw the same random numbers), "codecs", "update", "halves",
-            "room" (a device has not the room to tell the first two apart); of a round "node" (steps
-            that a node takes by itself) and "exchange"; "" if all holds.
-        first: the first operation whose value on a device's rows differs, with the user's line; of
-            a round the nodes on which a result differs.
-        notes: what was not compared, and why.
-        memory: what plain JAX needed, and where it ran.
-        is_round: whether this is about a round of local steps.
+            same result in float64.
+        cause: why a check fails; "" if none does.
+            "step": plain JAX on each device's rows gives other values, so the step is wrong;
+            "rows": it gives the same, so the loss depends on which rows share a device;
+            "room": no device has the memory to tell "step" from "rows";
+            "keys": devices draw the same random numbers;
+            "codecs", "update", "halves": only this part of the step is wrong.
+            Of a round, "node": the steps that a node takes by itself are wrong; "exchange": only
+            the exchange between nodes is wrong.
+        first: a sentence on the first operation whose value on a device's rows differs, or on the
+            line where devices draw the same numbers; of a round on the nodes where a result
+            differs.
+        notes: sentences that say which results were not compared, and why.
+        memory: a sentence that says how much memory plain JAX needed, and on which device.
+        is_round: whether a round of local steps was verified.
     """
 
     checks: tuple[Check, ...]
@@ -109,7 +114,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every result is within its bound, and devices draw different numbers."""
+        """Whether every result is within its bound, and devices draw different random numbers."""
         return not self.cause and all(check.ok for check in self.checks)
 
     @property
@@ -140,7 +145,12 @@ class VerifyReport:
         return f"{what}{_CAUSES.get(self.cause, '')}"
 
     def lines(self, width: int = 100, limit: int = 12) -> list[str]:
-        """The report as lines of at most `width` columns; of the checks the first `limit`."""
+        """Return the report as lines of at most `width` characters.
+
+        Args:
+            width: the most characters of a line.
+            limit: how many checks are shown, or as many as fail, up to 40; 0: all.
+        """
         shown = self.checks if limit == 0 else self.checks[: max(limit, len(self.wrong[:40]))]
         text = TextTable(
             headings=("result", "kind", "norm", "difference", "bound", "ratio", ""),
@@ -174,7 +184,10 @@ class VerifyReport:
         return "\n".join(self.lines(shutil.get_terminal_size((100, 24)).columns))
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as numbers and strings, for a file in JSON."""
+        """Return the report as dicts, lists, numbers and strings that JSON can hold.
+
+        The keys are the attributes, and "ok".
+        """
         return {**dataclasses.asdict(self), "ok": self.ok}
 
 

@@ -1,18 +1,18 @@
-"""Run a program with every result moved by its rounding error: how far roundings can lead.
+"""Run a program with the result of each operation moved by its rounding error.
 
-Two right programs of one function round differently: they add in another order, fuse other
-operations, and cut sums over other devices. How far apart their results may be follows from the
-program alone: after each operation that rounds, its result `y` is moved by
+Two right programs of one function round differently: they add in different orders, fuse different
+operations, and split sums over different devices. The program alone tells how far apart their
+results may be. To sample that, the result `y` of each operation that rounds is moved by
 
     +- k eps |y|                     for an elementwise operation with an error of k units, and
-    +- sqrt(n) eps/2 sum |a_i b_i|   for a sum of n terms, in any order,
+    +- sqrt(n) eps/2 sum |a_i b_i|   for a sum of n terms, in any order.
 
-up or down by a hash of the bits of `y` and of a seed (Monte Carlo arithmetic). The first is the
-largest error of one rounding, twice; the second the bound of Higham and Mary that holds for nearly
-all roundings. It includes the condition of the reduction, `sum |a_i b_i| / |sum a_i b_i|`, so that
-a gradient that cancels is given the error that it has. Each seed gives one sample of the results.
+A hash of the bits of `y` and of a seed chooses the sign (Monte Carlo arithmetic). Each seed gives
+one sample of the results. The first size is twice the largest error of a rounding. The second is
+the bound of Higham and Mary, which holds for nearly all roundings. It includes the condition of the
+reduction, `sum |a_i b_i| / |sum a_i b_i|`, so that a gradient whose terms cancel gets a large one.
 
-A hash of the value, not a random key: equal values are moved alike, so that maxima and their
+A hash of the value is used and not a random key, so that equal values move alike: a maximum and its
 recomputation in backward still agree. Zeros and small integers (counts, masks, one-hot rows) are
 exact and are not moved.
 
@@ -35,7 +35,7 @@ from .._mesh import CALLS_AND_REMAT, bind, equations_inside, evaluate, scan_size
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = CALLS_AND_REMAT | dict.fromkeys(_WITH_RULES, "call_jaxpr")
-_DROPPED = {"debug_callback", "debug_print"}  # they would print once for each sample
+_DROPPED = {"debug_callback", "debug_print"}  # not run, or they would print for each sample
 # Units in the last place that libraries of elementary functions may be off by, GPUs included.
 _UNITS = dict.fromkeys(["add", "add_any", "sub", "mul"], 1) | dict.fromkeys(["div", "sqrt"], 2)
 _OF_LIBRARIES = (
@@ -57,21 +57,21 @@ def moved(
 
     Args:
         function: a function of trees of arrays, which returns a tree of arrays.
-        args: its arguments, traced or not.
-        seed: uint32 scalar, which chooses the sample.
-        redraw: bool scalar; whether random bits are also replaced by others.
-        product_eps: the precision of matrix products of float32, where the platform that the
-            results are compared with computes them in fewer bits (TF32, bfloat16).
+        args: the arguments of the function, traced or not.
+        seed: a uint32 scalar, which chooses the sample.
+        redraw: a bool scalar; whether random bits are replaced by others too.
+        product_eps: the precision of float32 matrix products on the platform that the results are
+            compared with, if it computes them in fewer bits (TF32, bfloat16).
 
     Returns:
-        The leaves of what the function returns.
+        The leaves of the tree that the function returns.
     """
     closed = jax.make_jaxpr(function)(*args)
     return _Moved(seed, redraw, product_eps).run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
 
 
 def draws_numbers(function: Callable, *args: Any) -> bool:
-    """Whether `function(*args)` draws random numbers."""
+    """Return True if `function(*args)` draws random numbers."""
     equations = jax.make_jaxpr(function)(*args).jaxpr.eqns
     return any(x.primitive.name == "random_bits" for y in equations for x in equations_inside(y))
 
@@ -137,14 +137,17 @@ class _Moved:
         )
 
     def _solve(self, params: Any, inputs: list[Any]) -> list[Any]:
-        """Solve as the `solve` of a `custom_linear_solve` does."""
+        """Run a `custom_linear_solve` by the function `solve` that the user gave for it."""
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         consts = inputs[start : start + lengths.solve]
         return self._closed(params["jaxprs"].solve)(*consts, *inputs[sum(lengths) :])
 
     def _move(self, x: Any, error: Any) -> Any:
-        """`x` plus or minus `error` (absolute, or None), unless it is a small integer."""
+        """Return `x` plus or minus `error` in each element; small integers are not moved.
+
+        `error` None: nothing is moved.
+        """
         if error is None:
             return x
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -157,7 +160,7 @@ class _Moved:
 
 
 def _errors(equation: Any, inputs: list[Any], outputs: list[Any], product_eps: float) -> list[Any]:
-    """For each output how far its elements may be off; None for what is exact."""
+    """Return the rounding error of each element of each output; None for an exact output."""
     name = equation.primitive.name
     terms = _num_terms(equation, inputs, outputs)
     if terms is not None and _rounds(outputs[0]):
@@ -172,7 +175,7 @@ def _errors(equation: Any, inputs: list[Any], outputs: list[Any], product_eps: f
 
 
 def _is_exact(equation: Any) -> bool:
-    """Whether a product asks for all bits of float32."""
+    """Return True if a matrix product is computed in all bits of float32, or in wider floats."""
     precision = equation.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
     return lax.Precision.HIGHEST in asked or any(x.aval.dtype.itemsize > 4 for x in equation.invars)
@@ -199,7 +202,7 @@ def _error(name: str, equation: Any, x: Any) -> Any:
 
 
 def _num_terms(equation: Any, inputs: list[Any], outputs: list[Any]) -> int | None:
-    """How many products or numbers a sum has; None for what is no sum."""
+    """Return the number of terms of a sum or matrix product; None for other operations."""
     params = equation.params
     match equation.primitive.name:
         case "dot_general" | "ragged_dot" | "ragged_dot_general":
@@ -242,17 +245,17 @@ def _wide(dtype: Any) -> Any:
 
 
 def shifted(x: Any, by: Any, seed: Any) -> Any:
-    """`x` with each number moved up or down by `by`; unchanged if its dtype is no float."""
+    """Move each number of `x` up or down by `by`; return `x` as it is if it is not of floats."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide = x.astype(_wide(x.dtype))
-    # Another seed than that of roundings, which would move the same numbers alike.
+    # The seed differs from that of roundings, so that a number is not moved twice in one direction.
     sign = jnp.where((_hashed(x, seed + jnp.uint32(77)) & 1) == 0, 1, -1).astype(wide.dtype)
     return (wide + sign * by).astype(x.dtype)
 
 
 def _hashed(x: Any, seed: Any) -> Any:
-    """A uint32 for each number, a function of its magnitude's bits and of `seed`."""
+    """Hash the magnitude of each number, with `seed`, to a uint32."""
     size = jnp.abs(x)
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(size, kind)
@@ -262,7 +265,7 @@ def _hashed(x: Any, seed: Any) -> Any:
 
 
 def _mixed(bits: Any, seed: Any) -> Any:
-    """Other bits of the same type, each number by itself; a bijection for uint32."""
+    """Scramble the bits of each integer, with `seed`; one-to-one for uint32."""
     kind = bits.dtype
     x = bits.astype(jnp.uint32) ^ (seed.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
     for factor in (0x85EBCA6B, 0xC2B2AE35):

@@ -1,4 +1,4 @@
-"""A round of local steps by plain JAX and optax: each node in turn on one device, then the mean."""
+"""Verify a round of local steps: plain JAX and optax run each node in turn, then merge them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ _OF_NODES = (LOSS, OWN, STATE, NEXT)  # `[nodes, ...]`
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round(Problem):
-    """One round of local steps, from one state that all nodes share.
+    """One round of local steps, which begins with the same state on all nodes.
 
-    `arrays` are the parameters, the batches of all steps, `[every, ...]`, and with a codec, for
-    each parameter, by how much its pseudo-gradients are off, `[nodes, ...]`. Other fields are those
-    of one step.
+    `arrays` are the parameters and the batches of all steps, `[every, ...]`. With a codec, they are
+    followed by the error of each parameter's pseudo-gradients, `[nodes, ...]`. Other inherited
+    fields are those of one step.
 
     Attributes:
-        method: how the nodes exchange what they have learned; in one fragment, without a codec.
+        method: how nodes exchange parameters; here in one fragment, without a codec.
         nodes: the number of nodes.
         tx: the optimizer of the steps.
-        treedef: the structure of the tree that optimizers see, a leaf for each of `differentiated`.
+        treedef: the structure of the trees that optimizers get, with a leaf for each of
+            `differentiated`.
     """
 
     method: LocalSteps
@@ -50,7 +51,7 @@ class Round(Problem):
 
     @property
     def kinds(self) -> list[tuple[str, str]]:
-        """For each result its kind and name."""
+        """The kind and the name of each result, such as `("optimizer state", "0.mu.kernel")`."""
         like = [self.arrays[i] for i in self.differentiated]
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
         of_tx, of_outer = (
@@ -67,7 +68,7 @@ class Round(Problem):
         return jax.tree.unflatten(self.treedef, leaves)
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
-        """The results of the round, in the order of `kinds`."""
+        """Compute the results of the round, in the order of `kinds`."""
         arrays, errors = arrays[: len(self.leaves)], arrays[len(self.leaves) :]
         rows = dict(self._rows_of_nodes(arrays))
         mine = {-1: jnp.arange(self.nodes), **rows}  # `lax.map` needs an array, also without rows
@@ -94,7 +95,7 @@ class Round(Problem):
         return [losses, *own, *jax.tree.leaves(state), *of_outer, *following, *deltas]
 
     def _rows_of_nodes(self, arrays: Sequence[Any]) -> list[tuple[int, Any]]:
-        """For each array with rows its index, and its rows by node, `[nodes, every, ...]`."""
+        """Return the index of each array with rows, and its rows by node, `[nodes, every, ...]`."""
         by_node = []
         for i, dim in enumerate(self.row_dims):
             if dim is not None:
@@ -105,7 +106,16 @@ class Round(Problem):
         return by_node
 
     def _on_node(self, arrays: Sequence[Any], rows: dict[int, Any]) -> tuple[Any, ...]:
-        """Take the steps of a node: its parameters when it sends and at the end, state, losses."""
+        """Take the steps of a node.
+
+        Args:
+            arrays: the arrays of the round.
+            rows: this node's rows, by index in `arrays`.
+
+        Returns:
+            The parameters when the node sends them, the parameters and the optimizer state at the
+            end, and the losses of all steps.
+        """
         stacked = {i: x for i, x in enumerate(arrays) if self.leaves[i] is None}
         stacked |= {i: x for i, x in rows.items() if i >= 0}
 
@@ -130,7 +140,13 @@ class Round(Problem):
         return sent, *carry, losses
 
     def _merged(self, own: Any, sent: Any, outer: Any) -> Any:
-        """The next parameters of each node, `[nodes, ...]`."""
+        """Return the parameters with which each node begins the next round, `[nodes, ...]`.
+
+        Args:
+            own: the parameters of each node at the end of the round.
+            sent: the parameters of each node when it sent them.
+            outer: the outer parameters after the exchange.
+        """
         own, sent = own.astype(outer.dtype), sent.astype(outer.dtype)
         if self.method.mixing is None:
             return outer + _difference(own, sent)
@@ -139,17 +155,17 @@ class Round(Problem):
 
 
 def _difference(x: Any, y: Any) -> Any:
-    """`x - y`, and 0 where both are the same infinity."""
+    """Return `x - y`, and 0 where both are the same infinity."""
     return jnp.where(x == y, 0, x - y)
 
 
 def _still(arrays: Sequence[Any]) -> list[Any]:
-    """A spread of zero for each array: no codec changes it."""
+    """Return zeros as the spread of each array: no codec changes it."""
     return [np.zeros(np.shape(x), np.float32) for x in arrays]
 
 
 def _signs(shape: tuple[int, ...]) -> Any:
-    """Plus and minus one, evenly mixed: a codec's errors have no common sign."""
+    """Return plus and minus ones in an even mixture, as the signs of a codec's errors."""
     # Multiplicative hashing (Knuth, TAOCP 3, 6.4).
     bits = lax.iota(jnp.uint32, int(np.prod(shape))) * jnp.uint32(2654435761)
     return (1 - 2 * (bits >> 31).astype(jnp.float32)).reshape(shape)
@@ -157,14 +173,14 @@ def _signs(shape: tuple[int, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundRuns:
-    """How to run the configured round, and what it sends.
+    """A function that runs the configured round, and the codecs and layouts that it sends with.
 
     Attributes:
-        run: runs a round by a method, and returns its results by kind, on the host. The second
-            argument says whether to return, as the kind `OWN`, also the parameters of each node
-            before the exchange.
-        codecs: how `method` sends each parameter's pseudo-gradient.
-        leaves: the layout of each parameter on the devices of a node, in which it is sent.
+        run: runs a round by a method, and returns its results by kind, on the host. If its second
+            argument is true, the results also have each node's parameters before the exchange, as
+            the kind `OWN`.
+        codecs: the codec of each parameter's pseudo-gradient in `method`; None: none.
+        leaves: the layout of each parameter over the devices of a node, as it is sent.
         method: the configured method, with its codec and fragments.
         mesh: the mesh of all nodes.
     """
@@ -177,7 +193,7 @@ class RoundRuns:
 
 
 class RoundVerification:
-    """Compares a configured round with `Round`; see `Zero.verify`."""
+    """Compares the configured round with plain JAX's `Round`; see `Zero.verify`."""
 
     def __init__(
         self,
@@ -197,10 +213,10 @@ class RoundVerification:
         self.samples = self.one.samples(self.want, self.is_random, False)
 
     def report(self, float64: bool, notes: Sequence[str]) -> VerifyReport:
-        """Run the round, and compare its results with those of plain JAX.
+        """Run the configured round, and compare its results with plain JAX's.
 
         Args:
-            float64: whether to compare both with plain JAX in float64.
+            float64: whether to compare both also with plain JAX in float64.
             notes: sentences for the report.
         """
         plain = dataclasses.replace(self.runs.method, codec=None)
@@ -227,7 +243,7 @@ class RoundVerification:
         )
 
     def _pairs(self, got: dict[str, list[Any]]) -> list[tuple[int, Any]]:
-        """For each result in `got`, its index in `kinds` and its value."""
+        """Return `(index in kinds, value)` for each result in `got`."""
         remaining = {kind: iter(values) for kind, values in got.items()}
         places = [i for i, (kind, _) in enumerate(self.kinds) if kind in got]
         return [(i, next(remaining[self.kinds[i][0]])) for i in places]
@@ -247,7 +263,7 @@ class RoundVerification:
         ]
 
     def _check_codecs(self) -> list[Check]:
-        """The checks of the round with its codec, whose errors `Codec.error_bound` bounds."""
+        """Check the round with its codec; bounds include the errors of `Codec.error_bound`."""
         got = self.runs.run(self.runs.method, False)
         deltas = self.want[-len(self.runs.leaves) :]  # the last results of `Round`
         triples = zip(self.runs.codecs, self.runs.leaves, deltas, strict=True)
@@ -264,7 +280,7 @@ class RoundVerification:
         return self._compare(sent, samples, ", encoded")
 
     def _nodes(self, got: dict[str, list[Any]], checks: Sequence[Check]) -> str:
-        """A sentence that names the nodes on which the worst result differs; "" if none does."""
+        """Return a sentence that names the nodes on which the worst result is wrong, or ""."""
         pairs = zip(checks, self._pairs(got), strict=True)
         wrong = [(x, i, y) for x, (i, y) in pairs if not x.ok and self.kinds[i][0] in _OF_NODES]
         if not wrong:

@@ -1,4 +1,4 @@
-"""The bound on a difference that follows from samples of results with moved roundings."""
+"""Bound the difference of two right results, from samples in which roundings move the results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ QUANTILE = 13.3
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """How far each sample of a result is from the result.
+    """How far results lie from samples of them, in which operations were moved by roundings.
 
     Attributes:
-        values: for each sample and result the norm of the difference, its largest element, and its
-            scalar product with the result: `[samples, results, 3]`.
+        values: the three numbers of `measured` for each sample and result, `[samples, results, 3]`.
     """
 
     values: Any
@@ -40,14 +39,15 @@ class Samples:
         return cls(np.array(drawn, np.float64).reshape(NUM_SAMPLES, len(results), 3))
 
     def bounds(self, i: int) -> Any:
-        """Bounds of the three measures of `values` for result `i`, if it is right, `[3]`."""
+        """Return bounds of the three numbers of `measured`, `[3]`, for a right result `i`."""
         return QUANTILE * np.sqrt(np.mean(self.values[:, i] ** 2, axis=0))
 
 
 def measured(x: Any, y: Any) -> Any:
-    """The norm and the largest element of `x - y`, and its scalar product with `y`.
+    """Measure the difference `x - y`: return its norm, its largest element, and its part along `y`.
 
-    Where both are the same infinity, or both NaN, they do not differ.
+    The last is the size of its scalar product with `y`. Elements that are the same infinity, or
+    both NaN, do not differ.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x, y = (np.stack([z.real, z.imag]) for z in (x, y))
@@ -62,18 +62,18 @@ def measured(x: Any, y: Any) -> Any:
 
 
 def checked(name: str, kind: str, got: Any, want: Any, bounds: Any, num_summands: int = 1) -> Check:
-    """Compare one result with that of plain JAX.
+    """Compare one result of a step with that of plain JAX.
 
     Args:
         name: the name of the result.
         kind: the kind of the result.
         got: the step's result.
         want: plain JAX's result.
-        bounds: bounds of the three measures of `measured`, `[3]`.
-        num_summands: the number of values, one of each device, that a result is the mean of.
+        bounds: bounds of the three numbers of `measured`, `[3]`.
+        num_summands: of how many values of devices and micro-batches the result is the mean.
 
     Raises:
-        ValueError: they have different shapes or dtypes.
+        ValueError: the two results have different shapes or dtypes.
     """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape or got.dtype != want.dtype:

@@ -1,4 +1,4 @@
-"""The update of the parameters, against optax on one device."""
+"""Compare the step's update of the parameters with optax on one device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .samples import Samples, checked
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
-    """The update of the parameters by one step's gradients.
+    """The update that a step made, and what optax needs to compute it again.
 
     Attributes:
         names: the names of the parameters.
         got: the new parameters that the step computed.
-        function: takes lists of gradients and parameters, in full; returns the new parameters.
-        gradients: the gradients of the step, in full.
-        params: the parameters before the step, in full.
-        grad_names: the names of the gradients, in their order.
-        is_apart: whether another program than that of `gradients` computed `got`: its gradients may
-            be rounded differently.
+        function: takes lists of full gradients and full parameters; returns the new parameters.
+        gradients: the full gradients of the step.
+        params: the full parameters before the step.
+        grad_names: the names of `gradients`.
+        is_apart: whether `got` and `gradients` come from different programs. Then the update may
+            have read gradients that were rounded differently.
     """
 
     names: list[str]
@@ -41,16 +41,17 @@ class Update:
 
 
 def check_update(update: Update, device: Any, bounds: dict[str, float]) -> list[Check]:
-    """The new parameters against optax on one device, with the same gradients.
+    """Compare the step's new parameters with those of optax on one device, from equal gradients.
 
-    Adam divides a gradient near zero by its own size, so that new parameters of two right gradients
-    may differ by twice the learning rate. Of the same gradients they differ by roundings only. If
-    gradients are rounded anew, they are moved within their bounds before the update.
+    Adam divides a gradient near zero by its own size. So the new parameters of two right gradients
+    may differ by twice the learning rate, but those of equal gradients differ by roundings only. If
+    the update's gradients may be rounded differently (`is_apart`), samples move them within their
+    bounds.
 
     Args:
-        update: the update.
-        device: where optax runs.
-        bounds: for each gradient, the bound of its norm.
+        update: the step's update.
+        device: the device that optax runs on.
+        bounds: for each gradient by name, the bound of the norm of its error.
     """
     moves = [
         bounds.get(name, 0.0) / max(np.size(x), 1) ** 0.5 if update.is_apart else 0.0

@@ -1,4 +1,4 @@
-"""Compare a configured step with plain JAX on one device, under bounds that are derived."""
+"""Compare the configured step with plain JAX on one device, under derived bounds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .update import Update, check_update
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runs:
-    """The configured step, in the forms in which it is run.
+    """Functions that run the configured step, and its settings.
 
     Attributes:
         step: takes the full arrays of the arguments, the number of micro-batches, and whether
-            codecs are used; returns the loss, `aux` and gradients, on the host, and the argument of
-            `extras`.
-        extras: from a run of the step, returns the update, or None without an optimizer; and, with
-            `halves`, the inner products of the gradients of the half-batches.
+            codecs are used; returns the loss, `aux` and gradients in one list, on the host, and a
+            value to give to `extras`.
+        extras: takes that value; returns the update, or None without an optimizer, and the inner
+            products of the gradients of the half-batches, or None without `halves`.
         tables: returns the paths of the tables of which the step sends rows, and for each whether
-            it is gathered too.
+            the step gathers it too.
         mesh: the devices of the step.
         config: the config of `Zero`.
         comm: the codecs of the step, and the sizes of the mesh axes.
@@ -49,7 +49,7 @@ class Runs:
 
 
 class Verification:
-    """One run of `verify`: see `Zero.verify`."""
+    """Compares the configured step of `runs` with plain JAX on `problem`; see `Zero.verify`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Verification:
 
         Args:
             variations: whether to run the step also with changes that should not matter.
-            float64: whether to compare both with plain JAX in float64.
+            float64: whether to compare both also with plain JAX in float64.
         """
         got, made = self.runs.step(self.problem.arrays, self.runs.microbatches, False)
         update, halves = self.runs.extras(made)
@@ -142,7 +142,15 @@ class Verification:
     def _compare(
         self, got: Sequence[Any], want: Sequence[Any], samples: Samples
     ) -> dict[int, Check]:
-        """The checks of loss, `aux` and gradients, without `aux` that one device cannot compute."""
+        """Check the loss, `aux` and gradients, by index in `Problem.names`.
+
+        `aux` that one device with all rows cannot compute is left out.
+
+        Args:
+            got: the step's results.
+            want: plain JAX's results.
+            samples: how far roundings move plain JAX's results.
+        """
         return {
             i: self._check(name, kind, x, y, samples.bounds(i))
             for i, (name, kind, x, y) in enumerate(self._pairs(got, want))
@@ -170,18 +178,21 @@ class Verification:
         ]
 
     def _has_room(self) -> bool:
-        """Whether a device can hold all parameters and gradients."""
+        """Return True if a device can hold all arguments and gradients in full."""
         return least_bytes(self.problem) <= free_bytes(own_device(self.runs.mesh))
 
     @property
     def each(self) -> EachDevice:
-        """Plain JAX on each device's rows."""
+        """Plain JAX on each device's rows; made when it is first used."""
         if self._each is None:
             self._each = EachDevice(self.problem, self.runs.mesh, self.runs.microbatches)
         return self._each
 
     def _check_halves(self, got: list[Any] | None) -> list[Check]:
-        """The inner products of the gradients of the half-batches."""
+        """Check the inner products of the gradients of the half-batches.
+
+        `got` has the step's inner products. None: it has none, and the result is empty.
+        """
         if got is None:
             return []
         problem = HalfBatches.of(self.problem, self.comm)
@@ -203,7 +214,7 @@ class Verification:
         )
 
     def _check_codecs(self) -> list[Check]:
-        """The checks of the step with codecs, under bounds of roundings and of codecs' errors."""
+        """Check the step with codecs; bounds include roundings and the errors of codecs."""
         if not self.encoded:
             return []
         if not self._has_room():

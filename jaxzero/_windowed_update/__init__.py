@@ -1,8 +1,9 @@
 """Run an optax optimizer on leaves in host memory, one window of a leaf on the device at a time.
 
-In: an optimizer, and gradients, state and parameters of which some leaves lie in host memory. Out:
-the new parameters and state, each in the memory of the old. An optimizer that needs a whole leaf
-at once (Muon, Shampoo) is refused for such leaves. `_zero` is the only user.
+In: an optimizer, and gradients, optimizer state and parameters, some of whose leaves lie in host
+memory. Out: the new parameters and state, each array in the memory of the array that it replaces.
+For leaves in host memory, an optimizer that needs a whole leaf at once (Muon, Shampoo) is refused.
+`_zero` is the only user.
 """
 
 from .program import UpdateLayouts as UpdateLayouts

@@ -1,12 +1,14 @@
 """Find out which values of an update can be computed window by window.
 
-A value is *of a leaf* if each of its elements is computed from the elements at the same index of
-one windowed leaf's gradient, parameter and state, and from scalars. Any other value is *full*: it
-is computed once, as without offload. The reduction of a value of a leaf to a scalar is full, and
-has to be known before what depends on it: its *level* is the number of passes over the windows
-that must come before.
+A value is *of a leaf* if each of its elements is computed from scalars and from elements at the
+same index of one windowed leaf's gradient, parameter and state. Any other value is *full*: it is
+computed once, as without offload.
 
-What is not possible window by window is refused here.
+A reduction of a value of a leaf to a scalar is full, and needs a pass over all windows. Values that
+depend on it can be computed only after that pass: the *level* of a value is the number of passes
+that must come before it.
+
+An update that cannot be computed window by window is refused here.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class WindowProgram(NamedTuple):
         wanted: the values.
         operations: the operations, in program order.
         reads: the values, and all that the operations read.
-        scalars: those of `reads` that are full values of one element, also arrays that the
-            optimizer closes over.
+        scalars: the full values of one element among `reads`, including arrays that the optimizer
+            closes over.
     """
 
     wanted: Sequence[Atom]
@@ -72,12 +74,12 @@ class WindowProgram(NamedTuple):
 
 
 class Analysis:
-    """The values of an update, by how they are computed.
+    """Tells for each value of an update if it is computed from windows of a leaf, or in full.
 
     Args:
         program: the traced update.
-        owners: for each input of the program the windowed leaf that it belongs to, or None.
-        params: the leaves, for errors.
+        owners: for each input of the program, the windowed leaf that it belongs to, or None.
+        params: the layouts of the parameters, for errors.
 
     Attributes:
         program: the traced update.
@@ -108,15 +110,15 @@ class Analysis:
         self.reductions = [levels.get(level, {}) for level in range(1 + max(levels, default=-1))]
 
     def leaf_of(self, atom: Atom) -> int | None:
-        """The windowed leaf that a value is computed from; None if it is full."""
+        """Return the windowed leaf that a value is computed from; None if it is full."""
         return None if isinstance(atom, Constant) else self._kinds[atom].leaf
 
     def repeats_scalar(self, atom: Atom) -> bool:
-        """Whether a full value has one scalar in every element."""
+        """Return True if a full value has the same scalar in every element."""
         return is_scalar(atom) or atom in self._repeated
 
     def window_program(self, wanted: Sequence[Atom]) -> WindowProgram:
-        """The operations from a window of a leaf's arrays, and scalars, to `wanted`."""
+        """Return the operations that compute `wanted` from a window of a leaf, and from scalars."""
         operations = operations_for(self.program.block, wanted, self._known)
         reads = dict.fromkeys([*wanted, *(x for op in operations for x in op.inputs)])
         scalars = [x for x in reversed(reads) if self._is_full_scalar(x)]
@@ -124,7 +126,7 @@ class Analysis:
 
     @functools.cached_property
     def _known(self) -> set[Value]:
-        """What is given when windows are computed: arrays, and full values of one element."""
+        """The values that are given when windows are computed: inputs, and full scalars."""
         return {*self.program.block.inputs, *filter(self._is_full_scalar, self._kinds)}
 
     def _is_full_scalar(self, atom: Atom) -> bool:
@@ -132,10 +134,12 @@ class Analysis:
         return is_given and is_scalar(atom) and self.leaf_of(atom) is None
 
     def _kind(self, operation: Operation) -> Kind:
-        """The kind of the output of an operation other than a reduction of a leaf.
+        """Return how the outputs of an operation are computed.
+
+        For a reduction of a leaf, it is how the value that it reduces is computed.
 
         Raises:
-            NotImplementedError: windows cannot compute it.
+            NotImplementedError: the operation cannot be computed from windows.
         """
         kinds = [self._kinds[atom] for atom in operation.inputs if isinstance(atom, Value)]
         level = max((kind.level for kind in kinds), default=0)
@@ -153,7 +157,7 @@ class Analysis:
         return Kind(leaf, level)
 
     def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
-        """Raise unless the operation reads nothing but values of the leaf and scalars."""
+        """Raise `NotImplementedError` if an operation reads more than the leaf and scalars."""
         for atom in operation.inputs:
             if self.leaf_of(atom) is not None or self.repeats_scalar(atom):
                 continue
@@ -163,15 +167,15 @@ class Analysis:
             self._refuse(operation, leaf, f"combines it with an array of shape {shape}{source}")
 
     def _is_repeated(self, operation: Operation) -> bool:
-        """Whether a full value that an operation makes repeats one scalar in every element."""
+        """Return True if the outputs of an operation have the same scalar in every element."""
         if not is_elementwise(operation) and not is_broadcast(operation):
             return is_reshape(operation) and self.repeats_scalar(operation.inputs[0])
         return all(map(self.repeats_scalar, operation.inputs))
 
     def _maker(self, atom: Atom) -> Operation | None:
-        """The operation that first makes an array of this size, for messages.
+        """Return the operation that first made an array of the size of `atom`, for messages.
 
-        Operations after it only change its elements.
+        The operations from there to `atom` only change elements. None: it is an input.
         """
         size = math.prod(shape_of(atom))
         while isinstance(atom, Value) and (operation := self.program.producer(atom)):
@@ -192,17 +196,17 @@ class Analysis:
 
 
 def is_scalar(atom: Atom) -> bool:
-    """Whether a value or constant has one element."""
+    """Return True if a value or constant has one element."""
     return math.prod(shape_of(atom)) == 1
 
 
 def check_outputs(analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[int | None]) -> None:
-    """Check that each array of a windowed leaf can be replaced by its new value, in its place.
+    """Raise unless each array of a windowed leaf can be overwritten by its new value.
 
     Args:
         analysis: the analysis of the update.
-        layouts: the layouts of its trees.
-        owners: for each input of the program the windowed leaf that it belongs to, or None.
+        layouts: the layouts of the update's trees.
+        owners: for each input of the program, the windowed leaf that it belongs to, or None.
 
     Raises:
         NotImplementedError: a new value cannot be written window by window.

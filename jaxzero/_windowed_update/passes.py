@@ -1,4 +1,4 @@
-"""The two kinds of passes over the windows of leaves: reduce values, and update arrays."""
+"""Pass over the windows of leaves, to reduce values to scalars or to update arrays."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class WindowedLeaf:
     """A leaf that is updated window by window.
 
     Attributes:
-        number: its index among the parameters.
-        spec: the layout of the parameter, which gradient and state share.
+        number: the leaf's index among the parameters.
+        spec: the layout of the parameter, which its gradient and state share.
         arrays: the stored array of each input of the program that belongs to the leaf.
-        updates: the new value of each of these inputs that changes.
+        updates: for each of these inputs that changes, the value of the program that replaces it.
     """
 
     number: int
@@ -49,12 +49,12 @@ class WindowedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What the passes over the windows of an update have in common.
+    """Runs passes over the windows of leaves on all devices.
 
     Attributes:
         analysis: the analysis of the update.
-        layouts: the layouts of its trees.
-        window_bytes: bytes of a leaf's arrays that one window holds.
+        layouts: the layouts of the update's trees.
+        window_bytes: the bytes of a leaf's arrays that one window holds.
         full: a function that computes full values of one element, replicated on all devices.
     """
 
@@ -66,15 +66,20 @@ class Passes:
     def reduce(
         self, leaves: Mapping[int, WindowedLeaf], operations: Mapping[int, Sequence[Operation]]
     ) -> dict[Value, Array]:
-        """Run the reductions of each leaf, `operations`; return their results, over all devices."""
+        """Reduce values of leaves over all windows and devices; return the results by value.
+
+        Args:
+            leaves: the leaves, by number.
+            operations: the reductions of each leaf, by its number.
+        """
         return self._run([_Part(self, leaves[k], operations[k], {}) for k in operations])
 
     def update(self, leaves: Sequence[WindowedLeaf]) -> dict[Value, Array]:
-        """Update all leaves; return the new array of each input that changes."""
+        """Update leaves; return the new array for each input of the program that changes."""
         return self._run([_Part(self, leaf, [], leaf.updates) for leaf in leaves])
 
     def _run(self, parts: Sequence[_Part]) -> dict[Value, Array]:
-        """Pass over the leaves of all parts on every device; return the outputs of the parts."""
+        """Pass over the leaves of all parts on every device; return the parts' outputs by value."""
         atoms = list(dict.fromkeys(x for part in parts for x in part.program.scalars))
 
         def on_device(shards: list[list[Array]], scalars: list[Array]) -> list[list[Array]]:
@@ -97,24 +102,25 @@ class Passes:
 
     @functools.cached_property
     def _leaves(self) -> dict[Value, LeafSpec]:
-        """The leaf of each input of the program; extra arguments have none."""
+        """The layout of each input of the program; extra arguments of the update have none."""
         inputs = self.analysis.program.block.inputs
         return dict(zip(inputs, self.layouts.leaves, strict=False))
 
     def specs(self, values: Sequence[Value]) -> list[PartitionSpec]:
-        """The spec of each array. On one device, arrays of a leaf may have different ones."""
+        """Return the spec of the array of each of `values`, which are inputs of the program."""
         return [self.layouts.spec(self._leaves[value]) for value in values]
 
 
 class _Part:
-    """One leaf's part in a pass: what is reduced of it, and the arrays that are written.
+    """One leaf's part in a pass: its values to reduce, or its arrays to write.
 
     Attributes:
         leaf: the leaf.
-        program: what computes the inputs of the reductions, and the new values, from a window.
-        inputs: the arrays of the pass; those that are read come first.
-        outputs: results of the reductions, then the arrays that are written.
-        out_specs: the specs of these.
+        program: the operations that compute, from a window, the inputs of the reductions and the
+            new values of arrays.
+        inputs: the inputs of the update whose arrays the pass reads, then those it only writes.
+        outputs: the results of the reductions, then the inputs whose arrays are written.
+        out_specs: the specs of `outputs`.
     """
 
     def __init__(
@@ -136,7 +142,12 @@ class _Part:
         self.out_specs = [PartitionSpec()] * len(operations) + passes.specs(self._written)
 
     def sweep(self, shards: list[Array], scalars: Scalars) -> LeafSweep:
-        """The pass over this device's shards of `inputs`."""
+        """Return the pass over this device's shards of `inputs`, as data for `sweep`.
+
+        Args:
+            shards: this device's shard of each of `inputs`.
+            scalars: the full values of one element that the program reads.
+        """
         passes, layout = self._passes, self.leaf.spec.layout
         windows = Windows.of(shards, passes.window_bytes)
         shape, numbers = windows.window_shape, list(map(self.inputs.index, self._written))
@@ -160,13 +171,18 @@ class _Part:
         return LeafSweep(shards, len(self._read), windows, start, visit, self._late(shards))
 
     def _late(self, shards: list[Array]) -> int | None:
-        """The number of the array to write a window late, or None; see [Note: late writes]."""
+        """Return which of `shards` to write a window late, or None; see [Note: late writes]."""
         read = [i for i in range(len(self._read)) if in_host(shards[i])]
         both = [i for i in read if self.inputs[i] in self._written]
         return both[-1] if read == both and len(both) > 1 else None
 
     def results(self, arrays: list[Array], reduced: list[Array]) -> list[Array]:
-        """The outputs, from the arrays and the results of the pass."""
+        """Return the arrays of `outputs`.
+
+        Args:
+            arrays: this device's shards of `inputs` after the pass.
+            reduced: the results of the reductions on this device.
+        """
         axes = self._passes.layouts.axes if self.leaf.spec.layout else ()
         pairs = zip(self._reductions, reduced, strict=True)
         written = [arrays[self.inputs.index(value)] for value in self._written]
@@ -199,7 +215,7 @@ class Reduction:
 
     @property
     def start(self) -> Shaped[Array, ""]:
-        """The result for no elements, which windows are combined with one after the other."""
+        """The result for no elements, such as 0 for a sum."""
         dtype = self._running_dtype
         if self.name in ("sum", "dot"):
             return jnp.zeros((), dtype)
@@ -214,7 +230,13 @@ class Reduction:
         windows: Sequence[Shaped[Array, ...]],
         masks: Sequence[Bool[Array, ...] | None],
     ) -> Shaped[Array, ""]:
-        """The result after one more window, of which only elements in all `masks` count."""
+        """Add a window to the result so far, and return the new result.
+
+        Args:
+            so_far: the result of the windows before.
+            windows: the window of each input of the reduction.
+            masks: elements count only where all masks are true; None: a mask that is true.
+        """
         values = [x.astype(self._running_dtype) for x in windows]
         value = values[0] if len(values) == 1 else values[0] * values[1]
         value = where_valid(masks, value, self.start)
@@ -226,7 +248,7 @@ class Reduction:
         return so_far + jnp.sum(value, dtype=value.dtype)
 
     def over_devices(self, x: Shaped[Array, ""], axes: tuple[str, ...]) -> Shaped[Array, ""]:
-        """The result over all devices; `axes` are those that split the leaf."""
+        """Combine the results of all devices along `axes`, the mesh axes that split the leaf."""
         if axes:
             reduce = {"max": lax.pmax, "min": lax.pmin}.get(self.name, lax.psum)
             x = reduce(x, axes)
@@ -244,7 +266,7 @@ def in_window(
 
     Args:
         analysis: the analysis of the update.
-        program: what computes values of one leaf, or arrays that repeat one scalar.
+        program: the operations for values of one leaf, or for arrays that repeat one scalar.
         windows: windows of the leaf's arrays, in device memory.
         scalars: the values of `program.scalars`.
         shape: the shape of a window.
@@ -261,7 +283,14 @@ def in_window(
 def _compute(
     analysis: Analysis, operation: Operation, env: Mapping[Atom, Any], shape: tuple[int, ...]
 ) -> Any:
-    """The output of an operation: a window, or a scalar if it repeats one in every element."""
+    """Compute the output of an operation on a window; a scalar if all its elements are equal.
+
+    Args:
+        analysis: the analysis of the update.
+        operation: the operation.
+        env: the windows and scalars computed so far.
+        shape: the shape of a window.
+    """
     inputs = [_read(atom, env) for atom in operation.inputs]
     if not is_elementwise(operation):
         return inputs[0]  # a reshape or a broadcast: the same elements, or the same scalar

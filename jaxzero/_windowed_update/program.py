@@ -1,7 +1,7 @@
 """Trace an optimizer's update on leaves of their true shapes, and compute some of its values.
 
-The trees of an update are gradients, state and parameters, of which each array is split over
-devices. The traced program sees them in their true shapes, and in full.
+The trees of an update are gradients, optimizer state and parameters. Their arrays are padded and
+split over devices, but the traced program takes them in full and in their true shapes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class UpdateLayouts:
         gradients: the layout of the gradients.
         state: the layout of the optimizer state.
         params: the layout of the trained parameters; the gradients have the same paths.
-        mesh: the mesh that all of them are laid out on.
-        axes: the mesh axes that split them.
+        mesh: the mesh that all trees are laid out on.
+        axes: the mesh axes that split their arrays.
     """
 
     gradients: TreeLayout
@@ -45,10 +45,11 @@ class UpdateLayouts:
         return (*self.gradients.leaves, *self.state.leaves, *self.params.leaves)
 
     def owners(self) -> list[int | None]:
-        """For each of `leaves` the index of the parameter that it belongs to.
+        """Return, for each of `leaves`, the index of the parameter that it belongs to, or None.
 
-        A leaf of the state belongs to the parameter whose path ends its own, if it has the same
-        shape and layout. Other leaves of the state (counters, factored statistics) belong to none.
+        A leaf of the state belongs to a parameter if its path ends with the parameter's path, and
+        its shape and layout are the parameter's. Other leaves of the state (counters, factored
+        statistics) belong to none.
 
         Raises:
             ValueError: the gradients are not those of the parameters.
@@ -77,12 +78,12 @@ class UpdateLayouts:
         return None
 
     def spec(self, leaf: LeafSpec) -> PartitionSpec:
-        """The spec of an array in a `shard_map` over the mesh axes of ZeRO."""
+        """Return the spec of a leaf's array in a `shard_map` over the mesh axes of ZeRO."""
         return leaf.spec(self.axes, manual_only=True)
 
 
 def _split(leaf: LeafSpec) -> DimSharding | None:
-    """How a leaf is split, or None if one device has all of it.
+    """Return how a leaf is split; None if one device has all of it.
 
     On one device a leaf in host memory has a layout, and one in device memory has none
     (`in_memory`). The two must compare as equal.
@@ -102,7 +103,7 @@ class UpdateProgram:
     block: Block
 
     def producer(self, value: Value) -> Operation | None:
-        """The operation that computes a value; None for an input."""
+        """Return the operation that computes a value; None for an input."""
         return self.block.makers.get(value)
 
     def run(self, wanted: Sequence[Atom], known: Mapping[Value, Any]) -> list[Any]:
@@ -117,11 +118,11 @@ class UpdateProgram:
 def trace_update(
     tx: optax.GradientTransformation, layouts: UpdateLayouts, extra_args: Mapping[str, Any]
 ) -> tuple[UpdateProgram, list[Any]]:
-    """Trace an update.
+    """Trace `tx.update` and `optax.apply_updates` on trees of the given layouts.
 
     Returns:
-        The program, and the arrays among `extra_args`, which are its last inputs; padded ones are
-        `StoredArray`s.
+        The program, and the arrays among `extra_args`, which are the program's last inputs. Padded
+        arrays are `StoredArray`s.
 
     Raises:
         ValueError: the update returns a tree of another structure, or arrays of other shapes.
@@ -155,7 +156,7 @@ def trace_update(
 
 
 def _arrays_like(layout: TreeLayout, tree: Any, what: str) -> list[Any]:
-    """The arrays of a new tree, in the order of those of the old one.
+    """Return the arrays of a new tree, in the order of the arrays of the old tree.
 
     Raises:
         ValueError: the new tree has another structure, or arrays of other shapes.
@@ -180,11 +181,11 @@ def _read(atom: Atom, env: Mapping[Value, Any]) -> Any:
 
 
 class FullValues:
-    """Values of an update that are computed on global arrays, as without offload.
+    """Computes values of an update on global arrays, as without offload.
 
-    These are scalars, and everything of leaves that are not in host memory. Every call computes
-    from the inputs and from the reductions that `add` has made known; XLA merges what several calls
-    have in common.
+    These are scalars, and the new arrays of leaves that are not in host memory. Every call starts
+    from the inputs and the reductions that `add` has made known. If several calls run the same
+    operations, XLA merges them.
     """
 
     def __init__(self, program: UpdateProgram, layouts: UpdateLayouts):
@@ -193,7 +194,7 @@ class FullValues:
         self._known: dict[Value, tuple[Array, LeafSpec | None]] = {}
 
     def add(self, value: Value, x: Array, leaf: LeafSpec | None = None) -> None:
-        """Make a value known: an input in the stored form of `leaf`, or a scalar."""
+        """Make a value known, whose array `x` is in the stored form of `leaf`, or a scalar."""
         self._known[value] = (x, leaf)
 
     def scalars(self, wanted: Sequence[Atom]) -> list[Array]:
@@ -201,7 +202,7 @@ class FullValues:
         return self.compute(wanted, [None] * len(wanted))
 
     def compute(self, wanted: Sequence[Atom], leaves: Sequence[LeafSpec | None]) -> list[Array]:
-        """Compute values, in the stored form of `leaves` (None: replicated on every device)."""
+        """Compute values, each in the stored form of its leaf; None: replicated on every device."""
         if not wanted:
             return []
         known = [leaf for _, leaf in self._known.values()]

@@ -1,9 +1,10 @@
-"""The update of all leaves: reductions over windows, level by level, then the pass that writes.
+"""Update all leaves: first reduce over windows, level by level, then write the new arrays.
 
-A leaf can also be updated layer by layer, in the loop that makes its gradient (`LayerUpdate`). The
-loop has the mean gradient of a layer, and fetches the layer of every array that the update reads.
-Scalars (schedules, counters) are then computed before forward and backward, so they cannot depend
-on a gradient, nor on a reduction over a leaf in host memory.
+A stack of layers can also be updated layer by layer, in the loop that makes its gradient
+(`LayerUpdate`). An iteration of the loop has the mean gradient of a layer, and fetches this layer
+of every array that the update reads. The scalars of the update (schedules, counters) must then be
+known before forward and backward. So they cannot depend on a gradient, nor on a reduction over a
+leaf in host memory.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ def windowed_update(
     extra_args: Mapping[str, Any],
     window_bytes: int = WINDOW_BYTES,
 ) -> tuple[Any, Any]:
-    """`tx.update` and `optax.apply_updates`, with about two windows of a leaf on the device.
+    """Run `tx.update` and `optax.apply_updates`, with about two windows of a leaf on the device.
 
     A leaf is updated by windows if its gradient, its parameter, or any of its state is in host
     memory. All other leaves are updated as without offload, by any optimizer.
 
     Args:
-        tx: the optimizer, which sees leaves in their true shapes.
-        grads: the gradients: traced arrays, like all the trees.
+        tx: the optimizer, which gets leaves in their true shapes.
+        grads: the gradients. The arrays of this tree and the next two are traced.
         state: the optimizer state.
         params: the trained parameters.
         layouts: the layouts of these trees.
         extra_args: further arguments of `tx.update`.
-        window_bytes: bytes of a leaf's arrays that one window holds.
+        window_bytes: the bytes of a leaf's arrays that one window holds.
 
     Returns:
-        The new parameters and the new state, each array in the memory of the old one. They are
-        those of `tx.update`, bit for bit if the optimizer reduces nothing over a leaf; otherwise
-        sums are added in another order.
+        The new parameters and the new state, each array in the memory of the array that it
+        replaces. They equal those of `tx.update` bit for bit if the optimizer reduces nothing over
+        a leaf. Otherwise sums are added in another order.
 
     Raises:
-        NotImplementedError: the optimizer needs more of a leaf in host memory than one element at
-            a time, and reductions of all its elements.
+        NotImplementedError: on a leaf in host memory, the optimizer does more than elementwise
+            operations and reductions of all elements to a scalar.
         ValueError: the trees do not fit each other.
     """
     update = TracedUpdate(tx, state, params, layouts, extra_args, window_bytes)
@@ -71,15 +72,16 @@ def windowed_update(
 
 
 class TracedUpdate:
-    """The update of all leaves, traced and analysed; the gradients may be unknown yet.
+    """The update of all leaves, traced and analysed before the gradients are known.
 
-    The arguments, and what is raised, are those of `windowed_update`.
+    Arguments and errors are those of `windowed_update`.
 
     Attributes:
         analysis: how each value of the update is computed.
-        layouts: the layouts of its trees.
+        layouts: the layouts of the update's trees.
         gradients: for each parameter, the input of the traced program that is its gradient.
-        owners: for each input the leaf that it belongs to, if that is updated by windows.
+        owners: for each input of the program, the leaf updated by windows that it belongs to, or
+            None.
     """
 
     def __init__(
@@ -112,13 +114,18 @@ class TracedUpdate:
         return self._full(self._arrays).scalars(atoms)
 
     def spec(self, value: Value) -> LeafSpec:
-        """The layout of an input of the traced program: of a gradient, a parameter or state."""
+        """Return the layout of an input of the traced program."""
         leaf = self._leaves[value]
         assert leaf is not None
         return leaf
 
     def leaf(self, number: int, arrays: Mapping[Value, Any] | None = None) -> WindowedLeaf:
-        """A leaf that is updated by windows; `arrays` are all of its own, or those known so far."""
+        """Return a leaf that is updated by windows, with its known arrays.
+
+        Args:
+            number: the index of the parameter.
+            arrays: the known arrays by input of the program; None: all but the gradients.
+        """
         arrays = self._arrays if arrays is None else arrays
         mine = {value: x for value, x in arrays.items() if self.owners[value] == number}
         new = self._new
@@ -127,11 +134,11 @@ class TracedUpdate:
 
     @property
     def windowed(self) -> list[int]:
-        """The leaves that are updated by windows, as indices of the parameters."""
+        """The indices of the parameters whose leaves are updated by windows."""
         return sorted({owner for owner in self.owners.values() if owner is not None})
 
     def host_bytes(self, numbers: Iterable[int]) -> int:
-        """Bytes, over all devices, of the parameters and state of these leaves in host memory."""
+        """Return the bytes of leaves' parameters and state in host memory, over all devices."""
         arrays = (x for number in numbers for x in self.leaf(number).arrays.values())
         return sum(x.size * x.dtype.itemsize for x in arrays if in_host(x))
 
@@ -142,14 +149,14 @@ class TracedUpdate:
         *,
         at_once: bool = False,
     ) -> tuple[Any, Any]:
-        """Update the leaves.
+        """Update all leaves that have not been updated yet.
 
         Args:
             grads: the gradients; None for leaves that have been updated.
             done: the new arrays of these leaves, by the input of the program that they replace.
             at_once: update each leaf in one window, as soon as its gradient is known and
-                independently of the others. Otherwise one leaf follows the other, which bounds what
-                is on the device.
+                independently of the others. Otherwise one leaf follows the other, which bounds the
+                bytes on the device.
 
         Returns:
             The new parameters and the new state.
@@ -187,7 +194,16 @@ class TracedUpdate:
 def _windowed_owners(
     known: Sequence[int | None], layouts: UpdateLayouts, extras: Sequence[Any]
 ) -> list[int | None]:
-    """For each input of the program the windowed leaf that it belongs to, or None."""
+    """Return, for each input of the program, the windowed leaf that it belongs to, or None.
+
+    Args:
+        known: for each leaf of `layouts`, the parameter that it belongs to, or None.
+        layouts: the layouts of the update's trees.
+        extras: the arrays among the extra arguments, which belong to no leaf.
+
+    Raises:
+        ValueError: an array in host memory belongs to no parameter.
+    """
     are_in_host = [leaf.memory_kind == HOST for leaf in layouts.leaves]
     are_in_host += [in_host(data_of(x)) for x in extras]
     names = [*(leaf.path for leaf in layouts.leaves), *["extra_args"] * len(extras)]
@@ -205,13 +221,13 @@ def _windowed_owners(
 
 @dataclasses.dataclass(frozen=True)
 class LayerUpdate:
-    """The update of a leaf, of which parameter and state are stacks of layers in host memory.
+    """The update, layer by layer, of a leaf whose parameter and state are stacks in host memory.
 
     Attributes:
         update: the update of all leaves.
         leaf: the leaf.
-        values: the inputs of the traced program that are its parameter, first, and its state.
-        program: what computes the new layers.
+        values: the inputs of the traced program that are the leaf's parameter, first, and state.
+        program: the operations that compute the new layers.
     """
 
     update: TracedUpdate
@@ -221,7 +237,7 @@ class LayerUpdate:
 
     @property
     def scalars(self) -> list[Atom]:
-        """Full values that the update reads."""
+        """The full values of one element that the update reads."""
         return self.program.scalars
 
     @property
@@ -231,12 +247,12 @@ class LayerUpdate:
 
     @property
     def names(self) -> list[str]:
-        """The tree paths of `arrays`; those of the state begin at the optimizer state."""
+        """The tree paths of `arrays`: in the parameters, or in the optimizer state."""
         return [self.update.spec(value).path for value in self.values]
 
     @property
     def reads(self) -> list[bool]:
-        """For each of `arrays` whether the update reads it."""
+        """For each of `arrays`, whether the update reads it."""
         return [value in self.program.reads for value in self.values]
 
     def new_layers(
@@ -245,15 +261,16 @@ class LayerUpdate:
         layers: Sequence[Shaped[Array, ...] | None],
         scalars: Mapping[Atom, Array],
     ) -> list[Shaped[Array, ...] | None]:
-        """Compute one device's shards of the new layer of each of `arrays`.
+        """Compute this device's shard of the new layer, for each of `arrays`.
 
         Args:
             gradient: this device's shard of the mean gradient of the layer.
-            layers: the shards of the layer that the update reads, None for others.
+            layers: this device's shard of the layer, for each of `arrays`; None for those that the
+                update does not read.
             scalars: the values of `LayerUpdate.scalars`.
 
         Returns:
-            The new shards; None for an array that does not change.
+            For each of `arrays` the new shard; None for an array that does not change.
         """
         values = {self.update.gradients[self.leaf.number]: gradient}
         pairs = zip(self.values, layers, strict=True)
@@ -266,7 +283,7 @@ class LayerUpdate:
         return [by_value.get(value) for value in self.values]
 
     def _is_inside(self, shape: tuple[int, ...]) -> Array | None:
-        """Which elements of a layer are not padding; None: all of them."""
+        """Return which elements of this device's shard of a layer are not padding; None: all."""
         layout = self.leaf.spec.layout
         assert layout is not None
         of_layer = Windows(shape, 0, shape[0])
@@ -274,14 +291,14 @@ class LayerUpdate:
 
 
 def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
-    """The leaves that can be updated layer by layer, by their index among the parameters.
+    """Return the updates of leaves that can be updated layer by layer, by index of the parameter.
 
-    These are stacks that are not split along their first dim, with the parameter and all of its
-    state in host memory.
+    Such a leaf is a stack that is not split along its first dim, and whose parameter and state are
+    all in host memory.
 
     Raises:
-        NotImplementedError: the update of such a leaf needs a value that is not known before the
-            last gradient, as a norm.
+        NotImplementedError: the update of such a leaf needs a value that is known only after the
+            last gradient, such as a norm.
     """
     by_leaf = {}
     for number in update.windowed:
@@ -300,7 +317,11 @@ def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
 
 
 def _check_reductions(update: TracedUpdate, by_leaf: Mapping[int, LayerUpdate]) -> None:
-    """Raise if the optimizer reduces over all elements of one of these leaves."""
+    """Raise `NotImplementedError` if the optimizer reduces over all elements of a leaf.
+
+    `by_leaf` has the leaves to look at, which are to be updated layer by layer. A reduction needs
+    all layers before the first one is updated.
+    """
     for level in update.analysis.reductions:
         for number in level.keys() & by_leaf.keys():
             path = update.layouts.params.leaves[number].path
@@ -308,7 +329,10 @@ def _check_reductions(update: TracedUpdate, by_leaf: Mapping[int, LayerUpdate]) 
 
 
 def _check_scalars(update: TracedUpdate, layer_update: LayerUpdate) -> None:
-    """Raise if a scalar of the update depends on a gradient, or on a leaf in host memory."""
+    """Raise `NotImplementedError` if a leaf's update reads a scalar that is not known in time.
+
+    Such a scalar depends on a gradient or on a leaf in host memory.
+    """
     late = {*update.gradients, *(v for v, owner in update.owners.items() if owner is not None)}
     program = update.analysis.program
     for operation in operations_for(program.block, layer_update.scalars, update.owners):

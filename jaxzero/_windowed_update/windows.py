@@ -1,10 +1,10 @@
 """Cut one device's shards of leaves into windows, and pass over them.
 
-A window is fetched while the one before it is computed. A leaf's windows are the iterations
-(turns) of a `lax.scan`, whose carry holds the leaf's arrays, and in device memory the window that
-the turn before has fetched. An array is written after its next window has been fetched, by an
-`optimization_barrier`. Otherwise XLA would copy the full array in host memory, to keep the values
-that are still to be fetched. One barrier for each array, rather than one for all, lets copies to
+A window is fetched while the one before it is computed. The windows of a leaf are the iterations
+(turns) of a `lax.scan`. Its carry holds the leaf's arrays, and, in device memory, the window that
+the turn before has fetched. An `optimization_barrier` makes the write of an array wait until the
+array's next window has been fetched. Otherwise XLA would copy the full array in host memory, to
+keep the values that are still to be fetched. There is one barrier for each array, so that copies to
 the host overlap with copies to the device. The last window is computed after the loop, while the
 first window of the next leaf is fetched. So about two windows are in device memory.
 
@@ -40,10 +40,10 @@ Visit = Callable[[Any, list[Array], Index], tuple[Any, dict[int, Array]]]
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Equal windows of an array, contiguous in memory and in order.
+    """How an array is cut into equal windows, each contiguous in memory.
 
-    If the cut dim is no multiple of the window, the last window along it begins earlier, so that it
-    overlaps with the one before.
+    If the size of the cut dim is not a multiple of the window's, the last window along it begins
+    earlier, so that it overlaps with the one before.
 
     Attributes:
         shape: the shape of the array.
@@ -57,9 +57,9 @@ class Windows:
 
     @classmethod
     def of(cls, arrays: Sequence[Array], window_bytes: int) -> Windows:
-        """Windows of arrays of equal shapes, of at most `window_bytes` in total if possible.
+        """Cut arrays of equal shapes, so that a window of all has `window_bytes` if possible.
 
-        Arrays of which none is in host memory have one window.
+        If no array is in host memory, there is one window.
         """
         shape = tuple(arrays[0].shape)
         if not shape or not any(in_host(x) for x in arrays):
@@ -91,7 +91,7 @@ class Windows:
         return self.window_shape == self.shape
 
     def starts(self, index: Index) -> list[Array]:
-        """Where a window starts, in each dim."""
+        """Return the first index of a window in each dim."""
         starts: list[Index] = [0] * len(self.shape)
         row = index
         if self.shape:
@@ -107,7 +107,7 @@ class Windows:
         return min(start, last) if isinstance(start, int) else jnp.minimum(start, last)
 
     def read(self, x: Shaped[Array, ...], index: Index) -> Shaped[Array, ...]:
-        """Copy a window to device memory."""
+        """Copy a window of `x` to device memory."""
         if self.is_all:
             return to_device(x)
         return to_device(lax.dynamic_slice(x, self.starts(index), self.window_shape))
@@ -115,12 +115,12 @@ class Windows:
     def write(
         self, x: Shaped[Array, ...], window: Shaped[Array, ...], index: Index
     ) -> Shaped[Array, ...]:
-        """Replace a window of `x`, in the memory of `x`."""
+        """Return `x` with a window replaced, in the memory of `x`."""
         window = to_host(window) if in_host(x) else window
         return window if self.is_all else lax.dynamic_update_slice(x, window, self.starts(index))
 
     def is_new(self, index: Index) -> Bool[Array, ...] | None:
-        """Which elements of a window are in no window before it; None: all of them."""
+        """Return which elements of a window are in no window before it; None: all of them."""
         if not self.shape or self.shape[self.dim] % self.size == 0:
             return None
         overlap = index % self._per_row * self.size - self._start(index)
@@ -129,7 +129,13 @@ class Windows:
     def is_inside(
         self, index: Index, layout: DimSharding | None, axes: tuple[str, ...]
     ) -> Bool[Array, ...] | None:
-        """Which elements of a window are not padding; None: all of them."""
+        """Return which elements of a window are not padding; None: all of them.
+
+        Args:
+            index: the number of the window.
+            layout: how the array is split over devices; None: it is not.
+            axes: the mesh axes of these devices.
+        """
         if layout is None or not layout.is_padded:
             return None
         device = lax.axis_index(axes).astype(jnp.int32)
@@ -139,7 +145,7 @@ class Windows:
 
 
 def _even_size(length: int, limit: int) -> int:
-    """The largest divisor of `length` up to `limit`, or a size near `limit` if that is small."""
+    """Return the largest divisor of `length` up to `limit`; if it is small, a size near `limit`."""
     num = max(1, math.ceil(length / max(1, limit)))
     for even in range(num, 2 * num):
         if length % even == 0:
@@ -150,7 +156,7 @@ def _even_size(length: int, limit: int) -> int:
 def where_valid(
     masks: Sequence[Bool[Array, ...] | None], x: Shaped[Array, ...], other: jax.Array
 ) -> Shaped[Array, ...]:
-    """`x` where all masks hold, and the scalar `other` elsewhere."""
+    """Return `x` where all masks are true, and the scalar `other` elsewhere."""
     for mask in masks:
         if mask is not None:
             x = jnp.where(mask, x, other)
@@ -159,14 +165,15 @@ def where_valid(
 
 @dataclasses.dataclass(frozen=True)
 class LeafSweep:
-    """A pass over one leaf.
+    """A pass over the windows of one leaf.
 
     Attributes:
         arrays: this device's shards of the leaf's arrays, in host or device memory.
-        num_read: the number of arrays that are fetched, the first ones; others are only written.
+        num_read: how many of `arrays`, the first ones, are fetched; the rest is only written.
         windows: how the arrays are cut.
         start: the result before the first window, a tree of arrays.
-        visit: the function that is called for each window.
+        visit: takes the result so far, the window of each fetched array, and the window's number;
+            returns the new result, and the new windows by number of the array.
         late: the number of the array that is written a window late; None: none is.
     """
 
@@ -181,7 +188,7 @@ class LeafSweep:
         return [self.windows.read(x, index) for x in arrays[: self.num_read]]
 
     def turn(self, turn: Turn, index: Index, *, is_last: bool = False) -> Turn:
-        """Visit and write the window at `index`, and fetch the one after it."""
+        """Visit and write window number `index`, and fetch the next one; return the next state."""
         arrays = list(turn.arrays)
         if turn.late is not None:
             assert self.late is not None
@@ -201,7 +208,7 @@ class LeafSweep:
         return Turn(arrays, result, upcoming, late)
 
     def all_but_last(self, turn: Turn) -> Turn:
-        """Visit and write all windows but the last."""
+        """Visit and write all windows but the last; return the state before the last one."""
         num, first = len(self.windows) - 1, 0
         if self.late is not None and num:  # nothing is late yet
             turn, first = self.turn(turn, 0), 1
@@ -212,8 +219,8 @@ class LeafSweep:
             turn, counter = carry
             return (self.turn(turn, counter if read is None else read), counter + 1), None
 
-        # From a loop's counter XLA computes addresses ahead, so that copy engines can do the
-        # copies. Where it gets them wrong, it is given an array, whose elements it uses as is.
+        # XLA computes addresses ahead from a loop's counter, so that copy engines can do the
+        # copies. Versions of XLA that compute wrong addresses get an array of indices instead.
         indices = None if COUNTERS_INDEX_HOST else jnp.arange(first, num, dtype=jnp.int32)
         start = turn, jnp.asarray(first, jnp.int32)
         (turn, _), _ = lax.scan(body, start, indices, length=num - first)
@@ -229,10 +236,11 @@ class Turn(NamedTuple):
     """The state of a pass before a window is visited.
 
     Attributes:
-        arrays: the leaf's arrays so far.
-        result: the result so far.
-        window: the window to visit, of each array that is read.
-        late: the new window before it of the array that is written late; None: there is none.
+        arrays: the leaf's arrays, with the windows that have been written so far.
+        result: the result of the windows visited so far.
+        window: the window to visit, of each array that is fetched.
+        late: of the array that is written late, the new window before this one; None: there is
+            none.
     """
 
     arrays: list[Array]

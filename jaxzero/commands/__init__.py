@@ -1,4 +1,4 @@
-"""Commands that are tools of the library; each is a function of one frozen dataclass.
+"""Define the tools of the command line; each is a function of a frozen dataclass of settings.
 
 A command and the packages of its extra are imported on first use.
 

@@ -29,9 +29,10 @@ def rendered(directory: Path, prompts: Sequence[str], system: str | None) -> lis
     """Render each prompt as a conversation of one message, which the model is to answer.
 
     Args:
-        directory: with `chat_template.jinja`, or a `chat_template` in `tokenizer_config.json`.
-        prompts: a user's message for each conversation.
-        system: a system message in front of it; None for what the template has by default.
+        directory: the checkpoint's folder, with `chat_template.jinja`, or with a `chat_template` in
+            `tokenizer_config.json`.
+        prompts: for each conversation the message of a user.
+        system: a system message in front of each prompt; None: the template's default.
 
     Returns:
         A text for each prompt. It ends where the model's answer begins.
@@ -61,7 +62,10 @@ def rendered(directory: Path, prompts: Sequence[str], system: str | None) -> lis
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str:
-    """The chat template, from `chat_template.jinja` or else the config, as in transformers."""
+    """Return the chat template of `chat_template.jinja`; without that file, of the config.
+
+    transformers looks for it in the same order.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
@@ -83,7 +87,7 @@ def _source(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The tokens that a template may name, such as `bos_token`."""
+    """Return the texts of the special tokens that a template may name, such as `bos_token`."""
     extra = config.get("extra_special_tokens")
     tokens = {f"{name}_token": config.get(f"{name}_token") for name in _NAMED}
     tokens |= extra if isinstance(extra, dict) else {}
@@ -109,7 +113,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model says, for training; here it changes nothing."""
+    """The tag `{% generation %}`, by which training finds what the model says; ignored here."""
 
     tags = {"generation"}
 
@@ -120,7 +124,10 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """Calls `dict`. A template must not see the class, whose attributes lead out of the sandbox."""
+    """A function that calls `dict`, and hides the class from templates.
+
+    The attributes of a class lead out of the sandbox.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -130,7 +137,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace`, but names must not begin with an underscore."""
+    """Jinja's `namespace` that refuses names which begin with an underscore."""
 
     def __init__(self, /, *args: Any, **kwargs: Any):
         fields = dict(*args, **kwargs)
@@ -155,7 +162,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as `json.dumps` writes it; Jinja's own `tojson` escapes what HTML does not allow."""
+    """Write JSON as `json.dumps` does; Jinja's own `tojson` would escape characters for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -23,12 +23,12 @@ _FILES = (".bin", ".pt", ".pth", ".ckpt")  # suffixes of files that `torch.save`
 
 
 def convert(settings: Convert, console: Console) -> None:
-    """Write a copy of a checkpoint in another format, and compare it if `settings` asks for it.
+    """Write a copy of a checkpoint in another format; compare both if `settings` asks for it.
 
     Raises:
         ValueError: the source cannot be opened, the target exists or ends in .safetensors,
-            `settings.dtype` cannot hold a value, the copy or its outputs differ, or its outputs
-            cannot be compared.
+            `settings.dtype` cannot hold a value, the copy or its model's outputs differ from the
+            source's, or the outputs cannot be compared.
     """
     if settings.target.exists():
         raise ValueError(
@@ -117,7 +117,7 @@ def _cast(tensor: LazyTensor, dtype: str | None) -> LazyTensor:
 
 
 class _Watched(LazyTensor):
-    """A lazy tensor that reports the bytes that are read, as to a progress bar."""
+    """A lazy tensor that reports how many bytes are read, such as to a progress bar."""
 
     def __init__(self, tensor: LazyTensor, report: Callable[[int], None]):
         self.shape, self.dtype, self.label = tensor.shape, tensor.dtype, tensor.label

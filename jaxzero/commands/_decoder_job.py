@@ -1,4 +1,4 @@
-"""What `jaxzero plan --model` plans: a decoder and its loss, from its `config.json` alone."""
+"""Make the job that `jaxzero plan --model` plans: a decoder and its loss, from a `config.json`."""
 
 import functools
 from collections.abc import Callable
@@ -13,15 +13,16 @@ from ..models import Decoder, DecoderConfig
 
 
 def decoder_job(directory: Path) -> tuple[Callable, Callable[[], Any]]:
-    """The loss of a decoder, and the function that makes its parameters.
+    """Return the loss of a decoder, and the function that makes its parameters.
 
-    There is no `jax.checkpoint` in it, so that the planner chooses what is kept for backward.
+    The loss has no `jax.checkpoint`, so that the planner chooses which activations are kept.
 
     Args:
         directory: the folder with `config.json`.
 
     Returns:
-        `loss(params, ids)`, the mean over next tokens of ids `[rows, tokens]`, and `init_fn()`.
+        `loss(params, ids)`, the mean over all next tokens of ids `[rows, tokens]`; and `init_fn()`,
+        which returns the parameters.
     """
     config = DecoderConfig.from_json(directory, compute_dtype="bfloat16", scan_layers=True)
     make = functools.partial(_make, config)

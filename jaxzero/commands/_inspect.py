@@ -21,14 +21,14 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")  # the number of a layer in
 
 
 def line_of(text: str) -> str:
-    """A line with names and paths from files, safe to print: escaped, short, without markup."""
+    """Make a line with names and paths from files safe to print: escaped, short, without markup."""
     return escape(escaped(text, most=_MAX_LINE))
 
 
 def print_table(
     headings: tuple[str, ...], rows: Sequence[Sequence[object]], console: Console
 ) -> None:
-    """Print rows of names, shapes and numbers; in time that is linear in their number."""
+    """Print a table of names, shapes and numbers, in time linear in the number of rows."""
     texts = [[escaped(cell) for cell in row] for row in rows]
     lines = TextTable(headings=headings, rows=texts).lines(console.width)
     console.out("\n".join(lines), highlight=False)
@@ -81,7 +81,7 @@ def inspect(settings: Inspect, console: Console) -> None:
 
 
 def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:
-    """Make a row per tensor, or per group of tensors that differ only in numbers of layers."""
+    """Make a row for each tensor; unless `every`, for each group whose names differ in a number."""
     rows: dict[tuple, _Row] = {}
     for name, tensor in named:
         pattern = name if every else _NUMBER.sub("*", name)
@@ -115,7 +115,7 @@ def _optimizer(checkpoint: Checkpoint) -> str:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return `path` or the newest checkpoint in it; None if there is no checkpoint of jaxzero."""
+    """Return `path` if it is a checkpoint of jaxzero, or the newest one in it; None without one."""
     steps = list_steps(path) if path.is_dir() else []
     folder = path / str(steps[-1]) if steps else path
     return folder if (folder / DESCRIPTION).is_file() else None
@@ -125,7 +125,7 @@ def inspect_checkpoint(folder: Path, console: Console) -> None:
     """Print the description and the leaves of a checkpoint that jaxzero saved.
 
     Raises:
-        ValueError: its description is damaged.
+        ValueError: the checkpoint's description is damaged.
     """
     try:
         description = read_description(folder)

@@ -1,4 +1,4 @@
-"""A training job that a command line names: a Python function that returns its parts."""
+"""Load the training job that a command line names: a Python function that returns its parts."""
 
 import importlib
 import sys
@@ -12,7 +12,8 @@ def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
 
     Args:
         name: the function, as `MODULE:NAME`.
-        said: what the command line says for it, such as "`--function train:job`", for errors.
+        said: the words of the command line that name it, such as "`--function train:job`", for
+            errors.
 
     Returns:
         `(loss_fn, init_fn, batch, tx)`; `tx` is None if the function returns no optimizer.
@@ -31,7 +32,7 @@ def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
 
 
 def _function(name: str, said: str) -> Callable[[], Any]:
-    """Import the function `MODULE:NAME`; the module may be in the working directory."""
+    """Import and return the function `MODULE:NAME`; the module may be in the working directory."""
     module, function = name.split(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

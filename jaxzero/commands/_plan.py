@@ -1,4 +1,4 @@
-"""`jaxzero plan`: the best way to train a model on a cluster that is not here."""
+"""`jaxzero plan`: find the best way to train a model on a cluster that is not here."""
 
 import jax
 import jax.numpy as jnp

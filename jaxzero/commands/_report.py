@@ -1,4 +1,4 @@
-"""`jaxzero report`: how arrays would be split, and what a step would send, without training."""
+"""`jaxzero report`: print how arrays would be split, and what a step would send; train nothing."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ def report(settings: Report, console: Console) -> None:
     """Print the report of a step on the batch that `jaxzero train` takes by default.
 
     Raises:
-        ValueError: the settings do not fit the machine, the checkpoint cannot be loaded, or
-            the picture is no file of a known format in a folder that exists.
-        OSError: the picture cannot be written. This is found before the work.
+        ValueError: the settings do not fit the machine, the checkpoint cannot be loaded, or the
+            path of the picture has no known format or is in no folder that exists.
+        OSError: the picture cannot be written. This is raised before the work begins.
     """
     if settings.plot is not None:
         _check_plot(settings.plot)
@@ -66,10 +66,10 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     """Plot memory, and the buckets in flight, over the operations of a step.
 
     The upper panel shows the MiB of full weights, unreduced gradients and activations that forward
-    keeps for backward, on one device. The lower panel has a bar for each bucket: a gather's from
-    the send to the last use of its weights, a reduction's from its first gradient to the send.
-    Copies from host memory (green) and to it (red) have bars of their own, the first until their
-    weights are sent.
+    keeps for backward, on one device. The lower panel has a bar for each bucket. The bar of a
+    gather goes from its send to the last use of its weights, that of a reduction from its first
+    gradient to its send. Copies from host memory (green) and to host memory (red) have bars of
+    their own; those of copies from host memory end when their weights are sent.
 
     Args:
         plan: plan of a training step.

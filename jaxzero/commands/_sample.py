@@ -28,19 +28,19 @@ from ..jobs import choose_devices, open_tokenizer
 from ._settings import Sample
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_TOKENS_AT_A_TIME = 8  # that are computed before they are printed
+_TOKENS_AT_A_TIME = 8  # so many are computed before they are printed
 
 
 def encode(
     tokenizer: Tokenizer, prompts: Sequence[str], *, has_special_tokens: bool = False
 ) -> tuple[Int[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
-    """Token ids of the prompts with padding on the left, and the mask of tokens.
+    """Return the token ids of prompts, padded on the left, and a mask that is false for padding.
 
     Args:
         tokenizer: from `open_tokenizer`.
         prompts: the texts.
-        has_special_tokens: whether they hold the tokens that begin a text already, as those from a
-            chat template do; otherwise the tokenizer adds its own.
+        has_special_tokens: whether the texts already hold the tokens that begin a text, as those
+            from a chat template do; otherwise the tokenizer adds its own.
 
     Raises:
         ValueError: a prompt has no token.
@@ -55,17 +55,17 @@ def encode(
 
 
 class Continuation:
-    """The text after one prompt, while its tokens are computed."""
+    """The text that follows one prompt, decoded while its tokens are computed."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer, self._prompt = tokenizer, list(prompt)
         self._printed = len(tokenizer.decode(self._prompt))
 
     def news(self, tokens: Sequence[int], *, is_done: bool) -> str:
-        """The part of the text that the calls before have not returned.
+        """Return the part of the text that earlier calls have not returned.
 
         Args:
-            tokens: all tokens of the row after the prompt, so far.
+            tokens: all tokens after the prompt so far.
             is_done: whether no more tokens follow, so that an incomplete character is returned too.
         """
         text = self._tokenizer.decode([*self._prompt, *tokens])
@@ -79,13 +79,13 @@ class Continuation:
 def sample(settings: Sample, console: Console) -> None:
     """Print each prompt with its continuation, and how many tokens were written per second.
 
-    Rows are computed together; the text of the first one is printed as it comes, those of the
-    others after it.
+    Rows are computed together. The text of the first prompt is printed while it is written, and the
+    texts of other prompts after it.
 
     Raises:
         ValueError: the directory holds no decoder or no tokenizer; a prompt is empty, or longer
             than the model's positions; a setting is out of its range, or has no effect.
-        ImportError: `chat` or `system` without the package jinja2.
+        ImportError: `chat` or `system` is set, and the package jinja2 is not installed.
 
     Warns:
         UserWarning: texts may become longer than those that a model with rotary positions was
@@ -126,7 +126,7 @@ def sample(settings: Sample, console: Console) -> None:
 
 
 def _sampling(settings: Sample) -> models.Sampling:
-    """How tokens are chosen: by `generation_config.json`, replaced by the options given."""
+    """Return how tokens are chosen: as `generation_config.json` says, unless options are given."""
     options = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in options.items() if value is not None}
     sampling = models.Sampling.from_json(settings.directory, **given)
@@ -146,7 +146,7 @@ def _in_template(directory: Path, prompts: Sequence[str], system: str | None) ->
 
 
 def _load(settings: Sample) -> LoadedDecoder:
-    """Open the checkpoint, and compute in the dtype of its weights."""
+    """Open the checkpoint as a decoder that computes in the dtype of its weights."""
     loaded = load_decoder(settings.directory, dtype=settings.dtype)
     dtype = jax.tree.leaves(loaded.params)[0].dtype.name
     if dtype == loaded.config.compute_dtype:
@@ -155,7 +155,7 @@ def _load(settings: Sample) -> LoadedDecoder:
 
 
 def _read(loaded: LoadedDecoder, devices: list[Any] | None) -> Any:
-    """Read the weights; with several devices each its part, so that none ever holds all of them."""
+    """Read the weights. Each of several devices reads its part, so that none ever holds all."""
     if devices is None:
         return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
     mesh = Mesh(np.array(devices), ("model",))
@@ -182,7 +182,10 @@ def _check_ids(ids: np.ndarray, vocabulary_size: int) -> None:
 
 
 def _check_length(config: models.DecoderConfig, longest: int, max_new_tokens: int) -> None:
-    """Raise or warn if texts may have more tokens than the model has, or was trained on."""
+    """Raise `ValueError` if texts may have more tokens than the model has positions.
+
+    Warn if they may have more tokens than the model was trained on.
+    """
     num_columns = longest + max_new_tokens - 1
     sizes = f"The longest `prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}"
     try:
@@ -205,8 +208,10 @@ def _compiled(
     settings: Sample,
     sampling: models.Sampling,
 ) -> tuple[Any, Any]:
-    """Compile two programs: one runs the prompts and makes the first token of each row, the other
-    makes up to `_TOKENS_AT_A_TIME` more.
+    """Compile two programs, to begin texts and to continue them.
+
+    The first one runs the prompts and makes the first token of each row. The second makes up to
+    `_TOKENS_AT_A_TIME` more tokens of each row.
     """
     num_columns = ids.shape[1] + settings.max_new_tokens - 1
     _check_length(loaded.config, ids.shape[1], settings.max_new_tokens)
@@ -242,7 +247,7 @@ def _compiled(
 
 
 class _Printer:
-    """Prints the texts one below the other, each as far as it has been written."""
+    """Prints the texts of all prompts one below the other, as far as they have been written."""
 
     def __init__(
         self,
@@ -257,7 +262,7 @@ class _Printer:
         self._print(prompts[0])
 
     def show(self, generation: models.Generation) -> bool:
-        """Print what is new; return True if everything is printed."""
+        """Print the text that is new in `generation`; return True once all texts are printed."""
         tokens, lengths, is_done, num = jax.device_get(
             (generation.tokens, generation.lengths, generation.is_done, generation.num_columns)
         )

@@ -1,4 +1,4 @@
-"""`jaxzero verify`: whether a step computes what one device would."""
+"""`jaxzero verify`: check that a step computes what plain JAX computes on one device."""
 
 import jax
 from rich.console import Console
@@ -17,7 +17,8 @@ def verify(settings: Verify, console: Console) -> bool:
     """Print how one step compares with plain JAX on one device; return whether all holds.
 
     Raises:
-        ValueError: the function is no job, its batch has no values, or no device has the room.
+        ValueError: the function returns no job, its batch has no values, or no device has the
+            memory for plain JAX.
     """
     devices = choose_devices(settings.devices)  # before the job, which may start a backend
     loss_fn, init_fn, batch, tx = load_job(settings.function, f"`{settings.function}`")

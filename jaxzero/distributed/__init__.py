@@ -1,7 +1,7 @@
 """Run JAX in several processes: start, compare settings, stop together, detect lost processes.
 
-In: addresses, settings and arrays. Out: agreement of all processes, or an error that names the one
-that differs. Jobs and scripts use it.
+In: addresses, settings and arrays. Out: agreement of all processes, or an error that names the
+process that differs. Jobs and scripts use it.
 
 import jaxzero as jz
 from jaxzero import distributed

@@ -1,4 +1,4 @@
-"""Check that all processes have equal settings and data, and devices equal replicas.
+"""Check that all processes have equal settings and data, and that replicas on devices are equal.
 
 Replicas diverge if a host computes something on its own (a random number, a learning rate from its
 clock, another order of data), and training silently continues with wrong values. The hash of a
@@ -94,7 +94,7 @@ def _short(text: str | None) -> str:
 
 
 class ReplicasDiffer(AgreedEnd, RuntimeError):
-    """Replicas on different devices are not bitwise equal. Raised on all processes."""
+    """Raised on all processes if replicas of an array on several devices differ in any bit."""
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:

@@ -247,7 +247,7 @@ def _facts() -> dict[str, str]:
 
 
 def _script() -> str:
-    """Name and digest of the script, without its folder, which may differ between processes."""
+    """Return the name and digest of the script, but not its folder, which may differ."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not Path(file).is_file():
         return "none"
@@ -258,7 +258,7 @@ def _script() -> str:
 
 
 def _digest_of_sources() -> str:
-    """Digest of names and contents of the package's sources, also behind symbolic links."""
+    """Return a digest of the names and contents of the package's sources; follow links."""
     sources = {}
     for folder, _, names in os.walk(_PACKAGE_ROOT, followlinks=True):
         for path in (Path(folder, name) for name in names if name.endswith(".py")):

@@ -234,7 +234,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _read_hello(connection: socket.socket) -> Hello | None:
-    """Read the first message of a connection; None if it is not one of a process of a run."""
+    """Read the first message of a connection; return None if it is not from a process of a run."""
     connection.settimeout(_SEND_SECONDS)
     try:
         line = _read_line(connection)

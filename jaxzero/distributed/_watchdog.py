@@ -255,7 +255,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _may_be_of_a_peer(error: BaseException) -> bool:
-    """Whether a lost process may have caused the error: a JAX error other than out of memory."""
+    """Return True for a JAX error other than out of memory: a lost process may have caused it."""
     is_full = str(error).startswith("RESOURCE_EXHAUSTED")
     return isinstance(error, jax.errors.JaxRuntimeError) and not is_full
 

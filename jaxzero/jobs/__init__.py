@@ -1,4 +1,4 @@
-"""The job `jaxzero train`: fine-tune a decoder on text, or a text encoder to find code.
+"""The job of `jaxzero train`: fine-tune a decoder on text, or a text encoder to find code.
 
 The job and the packages of its extra `train` are imported on first use.
 

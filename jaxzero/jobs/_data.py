@@ -1,4 +1,4 @@
-"""Real training pairs from any tree of Python files, tokenized, and the order of training.
+"""Make tokenised training pairs from any tree of Python files, and choose their order.
 
 Every documented function is a free example of "find the code that does this": its docstring is the
 description, its body without the docstring is the code. The name and the signature are left out,
@@ -44,7 +44,7 @@ HELD_OUT_SHARE = 8  # one file in so many is held out
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A function: its docstring (description) and its body (code)."""
+    """A training example from one function: its docstring (description) and its body (code)."""
 
     description: str
     code: str
@@ -54,14 +54,14 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Training pairs and the pairs of modules that training never sees."""
+    """The training pairs of a tree, and the held-out pairs of modules that are not trained on."""
 
     train: tuple[Pair, ...]
     held_out: tuple[Pair, ...]
 
 
 def standard_library() -> Path:
-    """The folder of the standard library of the Python that is running."""
+    """Return the folder of the standard library of the Python that is running."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -140,7 +140,7 @@ def _body_without_docstring(
 
 
 def python_files(directory: Path) -> list[Path]:
-    """Sources under `directory`, sorted, without tests and installed packages."""
+    """Return the Python files under `directory`, sorted, without tests and installed packages."""
     paths = []
     for folder, subfolders, names in os.walk(directory):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_DIRECTORIES]  # prune
@@ -169,8 +169,8 @@ if TYPE_CHECKING:
 class PairTokens(NamedTuple):
     """Tokenised pairs: index 0 of dim 1 is the description, index 1 the code.
 
-    Both are padded or cut to one length, so that a step runs the encoder once. Each weight is then
-    gathered once in forward and once in backward, not for descriptions and for code.
+    Both are padded or cut to one length, so that a step runs the encoder once for both. So each
+    weight is gathered once in forward and once in backward, and not twice.
     """
 
     ids: Int[np.ndarray, "pairs 2 tokens"]
@@ -180,19 +180,19 @@ class PairTokens(NamedTuple):
         return self.ids.shape[0]
 
     def rows(self, rows: slice) -> PairTokens:
-        """Select a range of pairs."""
+        """Return the pairs of a slice."""
         return PairTokens(self.ids[rows], self.mask[rows])
 
 
 def abstract_tokens(num_pairs: int, num_tokens: int) -> PairTokens:
-    """The tokens of one step as `ShapeDtypeStruct`s."""
+    """Return the shapes and dtypes of the tokens of one step, as `ShapeDtypeStruct`s."""
     shape = (num_pairs, 2, num_tokens)
     ids, mask = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_))
     return PairTokens(ids, mask)  # pyright: ignore[reportArgumentType]
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
-    """Read `tokenizer.json`, without the length to which it may cut or pad texts.
+    """Read the `tokenizer.json` of a folder, and switch off its cutting and padding of texts.
 
     Raises:
         ValueError: there is no such file.
@@ -212,10 +212,10 @@ def open_tokenizer(directory: Path) -> Tokenizer:
 
 
 class PairTokenizer:
-    """The tokenizer of a checkpoint, set to a fixed length."""
+    """A function that tokenises pairs to texts of a fixed length, by a checkpoint's tokenizer."""
 
     def __init__(self, checkpoint: Path, max_tokens: int):
-        """Read `tokenizer.json` of a checkpoint; texts will have `max_tokens` tokens, by padding.
+        """Read `tokenizer.json` of a checkpoint; texts will be cut or padded to `max_tokens`.
 
         Raises:
             ValueError: `checkpoint` has no `tokenizer.json`, or `max_tokens` leaves no room beside
@@ -254,7 +254,7 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """Digest of all rows; it detects edited files, another Python or another tokenizer."""
+        """A hash of all rows. It differs after edits, and with another Python or tokenizer."""
         arrays = (*self.train, *self.held_out)
         return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
@@ -280,10 +280,10 @@ def load_examples(
 
 
 def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batches:
-    """An endless iterator over training batches, one for each step.
+    """Return an endless iterator over training batches, one for each step.
 
-    Every epoch is a new permutation of all rows, without the remainder that does not fill a step:
-    a batch that spans two epochs could have a pair twice, which would be its own negative.
+    Every epoch is a new permutation of all rows. Rows that do not fill a last step are left out: a
+    batch that spans two epochs could have a pair twice, which would be its own negative.
 
     Args:
         rows: `Examples.train`.
@@ -293,7 +293,7 @@ def training_batches(rows: Any, zero: Zero, optimization: Optimization) -> Batch
     Raises:
         ValueError: there are fewer rows than a step takes, or they do not divide over the devices.
     """
-    import grain  # with `..data` it is needed for training alone, not for a report of it
+    import grain  # like `..data`, for training alone: a report does without
 
     from ..data import Batches
 

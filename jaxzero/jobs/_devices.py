@@ -1,4 +1,4 @@
-"""The devices that a command runs on."""
+"""Choose the devices that a command runs on."""
 
 import contextlib
 from typing import Any
@@ -11,11 +11,10 @@ _FAKE_DEVICES = 8
 
 
 def choose_devices(num_devices: int | None) -> list[Any]:
-    """Take `num_devices` devices (`jax.Device`) of the default backend.
+    """Return `num_devices` devices (`jax.Device`) of the default backend; None: all.
 
-    On a machine without accelerators the CPU is made to look like several devices. This must be set
-    before JAX starts any backend, so before the backend is known; it changes nothing on a machine
-    with accelerators.
+    JAX is told to show the CPU as several devices, which takes effect only on a machine without
+    accelerators. It must be told before it starts a backend, so before the backend is known.
 
     Raises:
         ValueError: there are fewer devices than requested.
@@ -33,5 +32,5 @@ def choose_devices(num_devices: int | None) -> list[Any]:
 
 
 def _fake_devices(num_devices: int | None) -> int:
-    """The number of fake devices of this process; one if several processes simulate hosts."""
+    """Return the number of fake devices of this process; 1 if several processes simulate hosts."""
     return 1 if process_count() > 1 else num_devices or _FAKE_DEVICES

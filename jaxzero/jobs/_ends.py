@@ -1,10 +1,13 @@
-"""Exceptions that end a run before its last step, raised on all processes."""
+"""Define the exceptions that end a run before its last step; all processes raise them."""
 
 from ..distributed import AgreedEnd
 
 
 class Interrupted(AgreedEnd):
-    """The run was asked to stop and saved its state after `step` steps; resume it by `name`."""
+    """Raised when a run was asked to stop and has saved its state after `step` steps.
+
+    The run can be resumed by its `name`.
+    """
 
     def __init__(self, name: str | None, step: int, *, by_ctrl_c: bool):
         super().__init__(f"Run {name!r} was interrupted after step {step} and saved.")
@@ -14,4 +17,4 @@ class Interrupted(AgreedEnd):
 
 
 class Diverged(AgreedEnd, RuntimeError):
-    """Too many steps in a row had non-finite losses or gradients. Raised on all processes."""
+    """Raised on all processes after too many steps in a row with non-finite loss or gradients."""

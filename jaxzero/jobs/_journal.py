@@ -1,9 +1,10 @@
-"""`metrics.jsonl`, one JSON object per line, and its rows in TensorBoard, W&B and a picture.
+"""Write metrics to `metrics.jsonl`, and show them in TensorBoard, Weights & Biases and a picture.
 
-Every line has a `kind` ("step", "evaluation" or, after training, "node_bytes") and a `step`; a
-resumed run first drops the lines of steps that come after its checkpoint, so the file reads as if
-nothing had happened. A tracker receives every row while the job runs, with the names of the
-journal; when a run is resumed, rows of later steps are discarded there too.
+Every line of the file is a JSON object with a `kind` ("step", "evaluation" or, after training,
+"node_bytes") and a `step`. A resumed run first drops the lines of steps that come after its
+checkpoint, so the file reads as if nothing had happened. A tracker, such as TensorBoard, receives
+every row while the job runs, under the same names; when a run is resumed, it discards rows of later
+steps too.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ _SMOOTHING = 10  # steps in the running mean
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A place that shows the metrics of steps, such as TensorBoard."""
+    """A service that shows the metrics of steps, such as TensorBoard."""
 
     def start(self, step: int) -> None:
-        """Start a run, or resume it at `step`; metrics of that and later steps are discarded."""
+        """Start a run, or resume it at `step`; discard metrics of this step and later ones."""
 
     def log(self, step: int, values: Mapping[str, float | int]) -> None:
         """Show the metrics of a step, by name."""
@@ -147,7 +148,7 @@ class WeightsAndBiases:
 
 
 class Journal:
-    """The metrics of one run, as rows of a file."""
+    """The metrics of one run, as rows of its file `metrics.jsonl`."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = ()):
         """Open the journal at `path`. If the file exists, new rows are appended to it.
@@ -156,7 +157,7 @@ class Journal:
 
         Args:
             path: the file; missing parent folders are created.
-            trackers: each row is also sent to these, such as Weights & Biases.
+            trackers: services that get each row too, such as Weights & Biases.
         """
         self.path = path
         self._trackers = trackers
@@ -181,7 +182,7 @@ class Journal:
             tracker.log(step, values)
 
     def rows(self, kind: str) -> list[Row]:
-        """All rows of one kind, in the order in which they were written."""
+        """Return all rows of one kind, in the order in which they were written."""
         return [row for row in self._read() if row["kind"] == kind]
 
     def clear(self) -> None:
@@ -193,7 +194,7 @@ class Journal:
             tracker.start(0)
 
     def drop_after(self, step: int) -> None:
-        """Delete the rows of steps after `step`, and all that were written after training."""
+        """Delete the rows of steps after `step`, and all rows that were written after training."""
         if not self._writes:
             return
         kept = [row for row in self._read() if row["step"] <= step]
@@ -232,13 +233,13 @@ class Journal:
 
 
 def plot_run(rows: Sequence[Row], path: Path, *, title: str, curves: Mapping[str, str]) -> None:
-    """Draw the loss and other curves over steps, and the batch if it adapts.
+    """Draw the loss and other metrics over steps, and the size of the batch if it adapts.
 
     Args:
         rows: the "step" rows of a journal.
         path: the file to write; its suffix selects the format.
         title: title above the plot.
-        curves: labels of the other metrics, from 0 to 1, by name.
+        curves: the labels of other metrics to draw, by name; their values are from 0 to 1.
     """
     from matplotlib.figure import Figure  # slow to import, and drawn once: not at module level
 
@@ -271,7 +272,7 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str, curves: Mapping[str
 
 
 def _running_mean(values: Sequence[float]) -> np.ndarray:
-    """For each value, the mean of it and of up to `_SMOOTHING - 1` values before it."""
+    """Return, for each value, the mean of it and of up to `_SMOOTHING - 1` values before it."""
     total = np.cumsum([0.0, *values])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - _SMOOTHING, 0)

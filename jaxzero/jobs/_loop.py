@@ -1,4 +1,4 @@
-"""The steps of a run: numbers, checkpoints, comparisons, stop requests, traces of the profiler."""
+"""Run the steps of a job: train, log, save, compare replicas, stop when asked, and profile."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ Advance = Callable[[State], tuple[State, list[Numbers]]]
 
 
 class StepProfiler:
-    """Context manager that traces the requested steps."""
+    """Traces the requested steps by JAX's profiler, as a context manager around all steps."""
 
     def __init__(self, steps: range, directory: Path):
         """Prepare to trace `steps` (numbers of optimizer steps); the traces go to `directory`."""
@@ -37,11 +37,11 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, number: int, num_steps: int = 1) -> Iterator[None]:
-        """Context manager that marks its block as step `number`, and traces it if requested.
+        """Mark a `with` block as step `number`, and trace it if that was requested.
 
         Args:
-            number: the number of the step that the block runs.
-            num_steps: how many it runs, of which `number` is the first.
+            number: the number of the first step that the block runs.
+            num_steps: how many steps the block runs.
         """
         following = number + num_steps
         if self._has_any(number, following) and not self._is_tracing:
@@ -53,7 +53,7 @@ class StepProfiler:
             self._stop()
 
     def _has_any(self, first: int, following: int) -> bool:
-        """Whether steps from `first` to before `following` are to be traced."""
+        """Return True if a step from `first` to `following - 1` is to be traced."""
         return first < self._steps.stop and self._steps.start < following
 
     def _stop(self) -> None:
@@ -137,14 +137,18 @@ def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State
 
 
 def _finite(numbers: Numbers) -> Numbers:
-    """The finite numbers, since JSON has no others: a loss may overflow, and SimiGrad's similarity
-    is NaN before the first update.
+    """Return the finite numbers, since JSON has no others.
+
+    A loss may overflow, and SimiGrad's similarity is NaN before the first update.
     """
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _save_compared(session: Session, state: State) -> None:
-    """Compare replicas, then save: a checkpoint has one of them, which would hide a difference."""
+    """Compare the replicas of each array, then save a checkpoint.
+
+    A checkpoint has one of the replicas, which would hide a difference.
+    """
     if session.settings.faults.check_every:
         _compare(session, state)
     save(session, state)

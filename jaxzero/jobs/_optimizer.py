@@ -2,9 +2,9 @@
 
 A step whose loss or gradients are not finite changes nothing, and is counted.
 
-With `adaptive_batch` a step adds its gradient to a batch, and the last step of a batch updates. The
-learning rate of the update is that of the schedule at this step, times the square root of the
-batch's size relative to the first batch.
+With `adaptive_batch` a step adds its gradient to a batch, and only the last step of a batch updates
+the parameters. The learning rate of the update is that of the schedule at this step, times the
+square root of the ratio of this batch's size to that of the first batch.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ def make_optimizer(optimization: Optimization) -> optax.GradientTransformationEx
 def _apply_if_finite(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Change nothing unless the loss, `value`, and all gradients are finite.
+    """Wrap an optimizer so that it changes nothing unless loss (`value`) and gradients are finite.
 
-    `optax.apply_if_finite` decides by `cond`, which needs whole leaves; the choice here is made
-    element by element, so leaves in host memory can be updated in parts.
+    `optax.apply_if_finite` decides by `cond`, which needs whole leaves. This one selects the new or
+    the old value of each element, so that leaves in host memory can be updated in parts.
     """
     run = optax.with_extra_args_support(inner).update
 

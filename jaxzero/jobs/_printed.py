@@ -1,4 +1,4 @@
-"""What a run prints: memory and communication at its start, a progress bar, and a summary."""
+"""Print memory and communication at the start of a run, a progress bar, and a summary."""
 
 import contextlib
 import dataclasses
@@ -38,13 +38,13 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeBytes:
-    """Bytes that enter each node in one step: those of the job, and those of plain ZeRO-3.
+    """Bytes that enter each node in one step, with the job's settings and with plain ZeRO-3.
 
-    They are bytes of weights and gradients; with local steps, those of the job are of parameters.
+    They are bytes of weights and gradients. With local steps, the job's are bytes of parameters.
     """
 
     sent: int  # by the job
-    round_steps: int  # those of a round of local steps, of which `sent` is the mean; else 0
+    round_steps: int  # steps of a round of local steps, over which `sent` is the mean; 0: no rounds
     weights_counted: bool  # False if `sent` counts gradients only; full weights are sent too
     zero3_float32: int  # by plain ZeRO-3, without codecs
     zero3_bfloat16: int  # by plain ZeRO-3 in 16 bits, as in the papers
@@ -52,7 +52,7 @@ class NodeBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run: scores on held-out files before and after it, and what it took."""
+    """The result of a run: scores on held-out files before and after it, bytes and seconds."""
 
     before: Scores
     after: Scores
@@ -65,13 +65,13 @@ class Outcome:
 def node_bytes(
     setup: Setup, loss: LossFn, tokens: Any, work: Plan | LocalRounds
 ) -> NodeBytes | None:
-    """Count the bytes that enter a node; None if there is only one node.
+    """Count the bytes that enter a node in a step; return None if there is only one node.
 
     Args:
         setup: devices, sharding, model and optimizer.
         loss: the training loss.
-        tokens: abstract tokens of one step.
-        work: plan of one step, or the rounds of local steps.
+        tokens: shapes and dtypes of the tokens of one step.
+        work: the plan of one step, or the rounds of local steps.
     """
     if setup.zero.mesh.shape[NODE] == 1:
         return None
@@ -100,10 +100,10 @@ def node_bytes(
 
 
 def print_overview(session: Session, state: State) -> None:
-    """Print the bytes held for a device between steps and the bytes that a step communicates.
+    """Print the bytes that a device holds between steps, and the bytes that a step sends.
 
-    Communication is printed as bytes into each node, and bytes to each device from its own node;
-    with local steps, as what nodes exchange in a round.
+    The latter are bytes into each node, and bytes to each device from its own node. With local
+    steps they are the bytes that nodes exchange in a round.
 
     Args:
         session: the session that will train.
@@ -128,7 +128,7 @@ def print_verified(session: Session, state: State) -> None:
     """Compare the first step, without codecs, with plain JAX on one device; print the verdict.
 
     Raises:
-        ValueError: no device has the room, or the run takes local steps.
+        ValueError: no device has the memory for plain JAX, or the run takes local steps.
     """
     if session.rounds is not None:
         raise ValueError(
@@ -144,7 +144,7 @@ def print_verified(session: Session, state: State) -> None:
 
 
 def _held(state: State, *, on_host: bool) -> str:
-    """Format the bytes of one device's shards that are in host memory, or in device memory."""
+    """Format the bytes of one device's shards: in host memory if `on_host`, or in device memory."""
     sizes = {name: _bytes(tree, on_host) for name, tree in state.trees.items()}
     held = [f"{readable_bytes(size)} of {_KINDS[name]}" for name, size in sizes.items() if size]
     return _listed(held) if held else ""
@@ -156,7 +156,7 @@ def _bytes(tree: Any, on_host: bool) -> int:
 
 
 def _exchanged(report: LocalReport, local: LocalOptions) -> str:
-    """Format what nodes exchange, and when."""
+    """Say in a sentence how many bytes nodes exchange in a step, and when they are used."""
     sent = readable_bytes(round(report.bytes_per_step))
     plural = "s" if report.delay > 1 else ""
     when = f"used {report.delay} step{plural} later" if report.delay else "for which nodes wait"
@@ -167,7 +167,7 @@ def _exchanged(report: LocalReport, local: LocalOptions) -> str:
 
 
 def _sent(traffic: Traffic, num_nodes: int) -> str:
-    """Format the communication in the plan, which excludes that of the loss itself."""
+    """Format the bytes that a step sends into nodes and devices; the loss's own are not counted."""
     amounts = []
     if num_nodes > 1:
         amounts.append(f"{readable_bytes(traffic.node_bytes)} into each node")
@@ -188,7 +188,7 @@ def _say(console: Console, text: str) -> None:
 def progress_bar(
     console: Console, *, completed: int, total: int
 ) -> Iterator[Callable[[Mapping[str, float]], None]]:
-    """Show a progress bar; yields a function that advances it by one step and shows its metrics."""
+    """Show a progress bar; yield a function that advances it by one step and shows metrics."""
     columns = (
         BarColumn(bar_width=12),
         MofNCompleteColumn(),

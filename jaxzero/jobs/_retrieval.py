@@ -27,7 +27,7 @@ from ..models import mean_pool, normalize
 from ._data import PairTokens
 
 AXES = ("node", "local")  # of the mesh, in the order in which the batch is split
-NODE_AXES = ("local",)  # those inside a node
+NODE_AXES = ("local",)  # the axes inside a node
 
 Params = Any
 EmbedFn = Callable[[Params, PairTokens], Float[Array, "b 2 d"]]
@@ -37,7 +37,10 @@ _ROWS = 1024  # descriptions ranked at once: bounds memory to this times the num
 
 
 def make_embed(graph: Any) -> EmbedFn:
-    """Make `embed(params, tokens)`: unit vectors of descriptions (`[:, 0]`) and code (`[:, 1]`)."""
+    """Make `embed(params, tokens)`, which returns unit vectors of descriptions and of code.
+
+    In the result, `[:, 0]` are the descriptions' vectors and `[:, 1]` the code's.
+    """
 
     def embed(params: Params, tokens: PairTokens) -> Float[Array, "b 2 d"]:
         num_tokens = tokens.ids.shape[-1]
@@ -52,14 +55,15 @@ def make_embed(graph: Any) -> EmbedFn:
 def contrastive_loss(
     embeddings: Float[Array, "b 2 d"], *, temperature: float, axes: tuple[str, ...] = AXES
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The loss of this device's pairs against those of all devices along `axes`.
+    """Compute the loss of this device's pairs, with the pairs of all devices as negatives.
 
-    Call it where these mesh axes are bound; it runs one all-gather over them.
+    These are the devices along the mesh axes `axes`, which must be bound where it is called. It
+    runs one all-gather over them.
 
     Returns:
-        The loss, and metrics of this device's descriptions: `accuracy` (the right code is the
-        nearest), the mean cosine `similarity` to the right code and `similarity_others` to all
-        other code.
+        The loss, and metrics of this device's descriptions: `accuracy`, the share whose nearest
+        code is the right one; `similarity`, the mean cosine to the right code; and
+        `similarity_others`, the mean cosine to all other code.
     """
     own_b2d = embeddings
     all_n2d = lax.all_gather(own_b2d, axes, tiled=True)
@@ -106,21 +110,21 @@ def make_loss(graph: Any, *, temperature: float, axes: tuple[str, ...] = AXES) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """Retrieval scores of the held-out pairs, each between 0 and 1."""
+    """Scores from 0 to 1: how well code of held-out pairs is found by its description."""
 
     mrr_at_10: float
     recall_at_1: float
 
 
 def in_batches(function: Callable[[Any], Any], rows: Any, batch_size: int) -> np.ndarray:
-    """Apply a function of a fixed batch size to any number of rows.
+    """Apply a function of a fixed batch size to any number of rows, and join its results.
 
     The last batch is filled up with rows of padding, whose results are dropped.
 
     Args:
         function: takes `batch_size` rows, and returns an array with a row for each.
         rows: `PairTokens`, or an array.
-        batch_size: rows at a time.
+        batch_size: the number of rows that the function takes.
     """
     results = []
     for start in range(0, len(rows), batch_size):
@@ -148,9 +152,10 @@ def retrieval_scores(embeddings: Float[np.ndarray, "pairs 2 d"]) -> Retrieval:
 def ranks_of_partners(
     queries: Float[np.ndarray, "pairs d"], documents: Float[np.ndarray, "pairs d"]
 ) -> Int[np.ndarray, "pairs"]:
-    """Rank (from 1) of document i among all documents for query i.
+    """Return, for each query i, the rank of document i among all documents, from 1.
 
-    Ties get the worst rank, so that a model that maps everything to one point ranks last.
+    Documents are ranked by inner product with the query. Ties get the worst rank, so that a model
+    that maps everything to one point ranks last.
     """
     ranks = []
     for start in range(0, len(queries), _ROWS):

@@ -1,9 +1,9 @@
-"""A training run: its objects that stay fixed (`Session`), and its training state (`State`).
+"""Begin, save and restore a training run: fixed objects (`Session`), training state (`State`).
 
 A run begins at step 0, or goes on from its last checkpoint. The wire state is saved separately,
-since a run can resume without it. It is saved before the checkpoint of its step and after the
-previous checkpoint is complete. One more wire state than checkpoints is kept, and those later than
-the checkpoint of a resumed run are deleted.
+since a run can resume without it. It is saved before the checkpoint of its step, and after the
+previous checkpoint is complete. So one more wire state is kept than checkpoints. When a run is
+resumed, wire states of steps after its checkpoint are deleted.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Session:
 
     @property
     def steps_at_once(self) -> int:
-        """The steps that one program runs: those of a round with local steps, else 1."""
+        """How many steps one program runs: those of a round with local steps, otherwise 1."""
         return 1 if self.rounds is None else self.rounds.method.every
 
     @functools.cached_property
@@ -66,36 +66,36 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """The training state. Together with the settings it determines all later steps bit for bit."""
+    """The training state after a step; with the settings it determines all later steps exactly."""
 
     step: int  # number of steps done
-    params: Any  # with local steps, those of every node, on a leading dim
+    params: Any  # with local steps, the parameters of each node, `[nodes, ...]`
     opt_state: Any  # likewise
     wire_state: Any  # from `zero.init_wire_state`; None if the config needs none
     exchange: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # rest of a `LocalState`
 
     @property
     def trees(self) -> dict[str, Any]:
-        """All arrays, as trees by name."""
+        """The trees of all arrays of the state, by name."""
         named = {name: getattr(self, name) for name in ("params", "opt_state", "wire_state")}
         return {**named, **self.exchange}
 
     @classmethod
     def of_local(cls, step: int, local: LocalState) -> "State":
-        """The training state of a run with local steps, from the state of its rounds."""
+        """Make the training state of a run with local steps from the state of its rounds."""
         fields = {x.name: getattr(local, x.name) for x in dataclasses.fields(local)}
         params, opt_state = fields.pop("params"), fields.pop("opt_state")
         return cls(step=step, params=params, opt_state=opt_state, wire_state=None, exchange=fields)
 
     @property
     def local(self) -> LocalState:
-        """The `LocalState` given to `of_local`."""
+        """The state of the rounds: the `LocalState` that was given to `of_local`."""
         return LocalState(params=self.params, opt_state=self.opt_state, **self.exchange)
 
 
 @contextlib.contextmanager
 def open_session(settings: Train, console: Console) -> Iterator[Session]:
-    """Context manager that loads checkpoint and data, and opens the folder of the run.
+    """Load checkpoint and data, and open the run's folder for the body of a `with` statement.
 
     Raises:
         ValueError: a setting does not fit the machine or the data.
@@ -212,7 +212,10 @@ def restore(session: Session) -> State:
 def _on_these_nodes(
     session: Session, rounds: LocalRounds, local: LocalState, nodes: int
 ) -> LocalState:
-    """Fit a state that `nodes` nodes saved to the number of nodes of this mesh."""
+    """Turn a state that `nodes` nodes saved into one for the nodes of this mesh.
+
+    If their numbers differ, all nodes go on from the mean of the saved parameters.
+    """
     if nodes == rounds.num_nodes:
         return local
     session.console.print(
@@ -252,16 +255,19 @@ def _first_wire_state(session: Session, params: Any) -> Any:
 
 
 def _wire_checkpoints(session: Session) -> Checkpoints:
-    """The checkpoints of wire states; one more is kept, as each is saved before its checkpoint."""
+    """Return the checkpoints of wire states, of which one more is kept than of the run's.
+
+    The reason is that a wire state is saved before the checkpoint of its step.
+    """
     keep = session.settings.run.keep_checkpoints + 1
     return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
 
 
 def _drop_wire_states(session: Session, *, after: int | None = None) -> None:
-    """Delete the wire states of steps after `after`, which will be repeated; None: of all steps.
+    """Delete the wire states of steps after step `after`; None: of all steps.
 
-    `Checkpoints.save` skips a step that is there, so a repeated step would keep its old wire state,
-    perhaps one of another layout.
+    These steps will be repeated. `Checkpoints.save` skips a step that is there, so a repeated step
+    would keep its old wire state, perhaps one of another layout.
     """
     if process_index() == 0:
         if after is None:
@@ -288,10 +294,10 @@ def _initial(session: Session) -> State:
 
 
 def _identity(session: Session) -> dict[str, Any]:
-    """The settings that a resumed run must share, as JSON.
+    """Return the settings in which a resumed run must agree with the saved run, as plain data.
 
-    Devices and sharding may differ: they do not change what is learned, beyond rounding. With local
-    steps the number of nodes does.
+    Devices and sharding may differ: they change what is learned only by rounding. With local steps
+    the number of nodes changes it too, and may nevertheless differ.
     """
     local = dataclasses.asdict(session.settings.local)
     return {

@@ -1,4 +1,4 @@
-"""Setup that training and its report share: devices, checkpoint, sharding and optimizer."""
+"""Set up devices, checkpoint, sharding and optimizer, for training and for its report."""
 
 import dataclasses
 import importlib.util
@@ -37,7 +37,7 @@ _MEETING_SECONDS = 1800.0  # a compile that has begun is not cut off at the end 
 
 
 def packaged_checkpoint() -> Path:
-    """The folder of the checkpoint in the installed package, found without importing the package.
+    """Return the folder of the checkpoint that is installed as a package; do not import it.
 
     Raises:
         ValueError: the package is not installed.
@@ -63,12 +63,15 @@ class Setup:
     opt_state: Any
 
     def free(self) -> None:
-        """Free the memory of `params` and `opt_state`; their shapes stay known."""
+        """Delete the arrays of `params` and `opt_state`; their shapes stay known."""
         for x in jax.tree.leaves((self.params, self.opt_state)):
             x.delete()
 
     def other_zero(self, config: ZeroConfig) -> tuple[Zero, Any]:
-        """A `Zero` with another config on the same devices, and its abstract parameters."""
+        """Make a `Zero` with another config on the same devices; return it and abstract parameters.
+
+        The parameters are shapes and dtypes, in the layout of the new `Zero`.
+        """
         zero = Zero(self.zero.mesh, config)
 
         def make() -> Any:
@@ -91,7 +94,7 @@ def set_up(
     Args:
         checkpoint: a Hugging Face directory; None: the one that comes as a package.
         devices: nodes and devices of the mesh.
-        sharding: how arrays are split, or that the planner is to choose this.
+        sharding: how arrays are split, or that the planner chooses it.
         optimization: the optimizer, and the rows of a step.
         max_tokens: tokens of a text; None: the default of `open_task`.
         console: where to print what was loaded and planned.
@@ -130,7 +133,7 @@ def set_up(
 
 
 def plan_step(zero: Zero, params: Any, loss: LossFn, tokens: Any) -> Plan:
-    """The plan of a training step; `params` and `tokens` may be `ShapeDtypeStruct`s."""
+    """Return the plan of a training step; `params` and `tokens` may be `ShapeDtypeStruct`s."""
     wire_state = None
     if zero.config.needs_wire_state:
         wire_state = jax.eval_shape(zero.init_wire_state, params)
@@ -149,7 +152,7 @@ def describe_devices(mesh: Mesh) -> str:
 
 
 def zero_config(sharding: Sharding) -> ZeroConfig:
-    """The config for the settings; below stage 3, without codecs for weights."""
+    """Return the config for the settings; below stage 3 it has no codecs for weights."""
     config = _CONFIGS[sharding.wire]
     if sharding.stage < 3:
         config = dataclasses.replace(config, stage=sharding.stage, weights=PerAxis(), hpz=None)
@@ -170,15 +173,16 @@ def planned_config(
     *,
     quantized: bool,
 ) -> ZeroConfig:
-    """Measure the devices, search, and print what was chosen. All processes must call it.
+    """Choose a config by the planner: measure the devices, search for a plan, and print it.
 
-    The first process searches, so that all take the same plan. The batch is never cut into
-    micro-batches, since the pairs of an encoder are negatives for each other.
+    All processes must call this function. The first one searches, so that all take the same plan.
+    The batch is never cut into micro-batches, since the pairs of an encoder are negatives for each
+    other.
 
     Args:
         mesh: the devices to measure, and to plan for.
         shapes: the parameters, as `ShapeDtypeStruct`s.
-        optimizer: trains them.
+        optimizer: the optimizer that trains them.
         loss: the training loss, `loss(params, tokens) -> (loss, metrics)`.
         tokens: the batch of a step, as `ShapeDtypeStruct`s.
         console: where to print progress and the choice.
@@ -200,7 +204,7 @@ def planned_config(
                 tx=optimizer,
                 quantized=quantized,
                 microbatches=(1,),
-                activation_budgets=False,  # below, plans are looked up among those without budgets
+                activation_budgets=False,  # the config that is returned has no budget
                 budget=_SEARCH_SECONDS,
                 progress=status.update,
                 has_aux=True,

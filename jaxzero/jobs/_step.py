@@ -1,4 +1,4 @@
-"""The compiled training step: loss and gradients by `jz.Zero`, then the optimizer.
+"""Make the compiled training step: loss and gradients by `jz.Zero`, then the optimizer.
 
 With local steps, the program is a round of such steps on each node.
 """
@@ -26,7 +26,7 @@ RoundFn = Callable[[LocalState, Any], tuple[LocalState, dict[str, Float[Array, "
 def make_step(setup: Setup, loss: LossFn) -> StepFn:
     """Make the jitted step, a function of `(params, opt_state, wire_state, tokens)`.
 
-    It returns the next `params`, `opt_state` and `wire_state`, and metrics. The first three
+    The step returns the next `params`, `opt_state` and `wire_state`, and metrics. Its first three
     arguments are donated, so that the results reuse their memory. `wire_state` is None if the
     config needs none.
     """
@@ -35,7 +35,9 @@ def make_step(setup: Setup, loss: LossFn) -> StepFn:
 
 
 def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
-    """Make rounds of local steps, in which each node takes the step of `make_step`, uncompiled.
+    """Make rounds of local steps, in which each node by itself takes the step of `make_step`.
+
+    The rounds are not compiled.
 
     Raises:
         ValueError: there is one node, or the config needs a wire state.
@@ -57,8 +59,8 @@ def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
 def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
     """Make the jitted round, a function of the state (donated) and `every` stacked batches.
 
-    It returns the next state, and the metrics of each step: the mean over nodes, but the largest
-    number of skipped steps.
+    It returns the next state, and the metrics of each step. A metric is the mean over nodes; a
+    number of skipped steps is the largest of the nodes.
     """
     options = _options(setup, local_steps=True)
     run = jax.jit(rounds, donate_argnums=0, compiler_options=options)

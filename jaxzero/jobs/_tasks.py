@@ -1,7 +1,7 @@
-"""What a checkpoint is trained for: an encoder to find code, a decoder to continue text.
+"""Define the tasks of a job: to train an encoder to find code, or a decoder to continue text.
 
-A task is one class: its batches, loss, scores, and how its export is checked. Everything else of a
-job (steps, checkpoints, resuming, faults, what is printed) is the same for all.
+A task is a class that makes batches, loss and scores, and checks the export. The rest of a job
+(steps, checkpoints, resuming, faults, printing) is the same for all tasks.
 """
 
 import abc
@@ -55,11 +55,11 @@ _NOT_WRONG = "Do not use it; this is an error in jaxzero, please report it."  # 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """The parts of a job that depend on what is trained.
+    """The parts of a job that differ between encoders and decoders.
 
     Attributes:
-        checkpoint: the folder that it was loaded from.
-        loaded: its config, graph and tensors.
+        checkpoint: the folder of the Hugging Face checkpoint.
+        loaded: the config, graph and tensors of the checkpoint.
         num_tokens: tokens of a text.
         unit: what a row of a batch is called.
         title: the title of the table of scores.
@@ -79,41 +79,46 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def abstract_batch(self, num_rows: int) -> Any:
-        """The batch of a step over all devices, as `ShapeDtypeStruct`s."""
+        """Return the shapes and dtypes of a batch of `num_rows` rows, as `ShapeDtypeStruct`s."""
 
     @abc.abstractmethod
     def load_examples(self, data: Data, console: Console) -> Examples:
-        """Read what is trained on and what is held out, and print how much there is of it."""
+        """Read the training and the held-out rows, and print their numbers."""
 
     @abc.abstractmethod
     def make_loss(self, optimization: Optimization, axes: tuple[str, ...] = AXES) -> LossFn:
-        """Make the loss of a device's rows; `axes` are those of the devices that step together."""
+        """Make the loss of a device's rows.
+
+        Args:
+            optimization: the settings of the loss.
+            axes: the mesh axes of the devices that take a step together.
+        """
 
     @abc.abstractmethod
     def make_scores(self, zero: Zero) -> Callable[[Params, Any], Scores]:
-        """Make a function that scores sharded parameters on held-out examples; it compiles once."""
+        """Make a function that scores sharded parameters on held-out rows; it compiles once."""
 
     @abc.abstractmethod
     def export(self, zero: Zero, params: Params, examples: Any, directory: Path) -> float | None:
-        """Write a Hugging Face directory, and compare what it computes with PyTorch.
+        """Write a Hugging Face directory, and compare its outputs in PyTorch with those in JAX.
 
         All processes must call it.
 
         Returns:
-            The largest difference; None if torch or transformers is not installed, if the model is
-            too large, and on processes other than the first.
+            The largest difference of outputs; None if torch or transformers is not installed, if
+            the model is too large, and on processes other than the first.
 
         Raises:
             RuntimeError: the outputs differ by more than roundings; the export is not deleted.
         """
 
     def said(self, scores: Scores) -> str:
-        """The scores in one line."""
+        """Format the scores in one line."""
         return ", ".join(f"{x} {getattr(scores, name):.3f}" for name, x in self.labels.items())
 
 
 class FindCode(Task):
-    """Train an encoder so that a docstring is near to the function that it describes."""
+    """The task to train an encoder so that a docstring is near to the function it describes."""
 
     loaded: LoadedEncoder
     unit = "pairs"
@@ -163,7 +168,7 @@ class FindCode(Task):
 
 
 class ContinueText(Task):
-    """Train a decoder on the next token. It computes in bfloat16; what is trained is float32."""
+    """The task to train a decoder on the next token: weights are float32, computing bfloat16."""
 
     loaded: LoadedDecoder
     unit = "rows"
@@ -206,7 +211,7 @@ class ContinueText(Task):
 
 
 def open_task(checkpoint: Path, max_tokens: int | None) -> Task:
-    """Open a checkpoint for training, as a decoder or an encoder, by its `config.json`.
+    """Open a checkpoint for training; its `config.json` says if it is a decoder or an encoder.
 
     Args:
         checkpoint: a Hugging Face directory.
@@ -262,7 +267,7 @@ def _checked_length(max_tokens: int | None, default: int, longest: int) -> int:
 
 
 def _everywhere(zero: Zero, function: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-    """Jit a function of sharded parameters and rows in host memory; its result is replicated."""
+    """Jit a function of sharded parameters and rows in host memory, with a replicated result."""
     result = NamedSharding(zero.mesh, PartitionSpec())
     compiled = jax.jit(zero.apply(function), out_shardings=result)
     rows = NamedSharding(zero.mesh, zero.batch_spec)
@@ -270,6 +275,6 @@ def _everywhere(zero: Zero, function: Callable[[Params, Any], Any]) -> Callable[
 
 
 def _has_torch() -> bool:
-    """Whether this process compares with PyTorch."""
+    """Return True if this process is the first, and has the packages to compare with PyTorch."""
     packages = ("torch", "transformers")
     return process_index() == 0 and all(importlib.util.find_spec(name) for name in packages)

@@ -1,7 +1,8 @@
-"""Rows of text for a decoder, cut from files, and the loss of each next token.
+"""Cut files into rows of text for a decoder, and compute the loss of each next token.
 
 Files are read in sorted order, and their tokens follow each other. A file is held out as a whole by
-a hash of its path, as in `_data`; of a tree with too few files, the last rows are.
+a hash of its path, as in `_data`. If the tree has too few files for that, the last rows are held
+out.
 
 Dimensions: b rows of this device, t tokens.
 """
@@ -27,13 +28,13 @@ from ._data import (
 )
 from ._retrieval import LossFn, Params
 
-_MOST_HELD_OUT = 512  # rows that are scored, so that an evaluation takes no longer than some steps
-_FILES_AT_ONCE = 64  # that the tokenizer splits into tokens in parallel, in threads of its own
+_MOST_HELD_OUT = 512  # rows that are scored, so that an evaluation takes as long as a few steps
+_FILES_AT_ONCE = 64  # the tokenizer splits so many into tokens in parallel, in its own threads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextScores:
-    """The mean loss of a token of the held-out rows, in nats."""
+    """The score of a decoder: the mean loss of a token of the held-out rows, in nats."""
 
     loss: float
 
@@ -41,11 +42,17 @@ class TextScores:
 def load_rows(
     directory: Path | None, checkpoint: Path, num_tokens: int, console: Console
 ) -> Examples:
-    """Cut the text of all files into rows of `num_tokens` tokens; the rest of the last is dropped.
+    """Cut the text of all files into rows of `num_tokens` tokens; a last short row is dropped.
+
+    Args:
+        directory: the folder of the files; None: the standard library.
+        checkpoint: the folder with the tokenizer.
+        num_tokens: tokens of a row.
+        console: where to print how many rows there are.
 
     Raises:
-        ValueError: `directory` is no folder or has less than two rows of text, or the checkpoint no
-            tokenizer.
+        ValueError: `directory` is not a folder or has less than two rows of text, or `checkpoint`
+            has no tokenizer.
     """
     files = _files(directory)
     tokenizer = open_tokenizer(checkpoint)
@@ -78,7 +85,10 @@ def load_rows(
 
 
 def _files(directory: Path | None) -> dict[str, Path]:
-    """The files that are not hidden, by path in the folder, whose hash says what is held out."""
+    """Return the files of a folder that are not hidden, by path in the folder.
+
+    The hash of this path says whether a file is held out.
+    """
     if directory is None:
         root = standard_library()
         paths = python_files(root)
@@ -95,7 +105,7 @@ def _files(directory: Path | None) -> dict[str, Path]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; "" if it is not UTF-8."""
+    """Return the text of a file; "" if it is not UTF-8."""
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
@@ -108,7 +118,7 @@ def _rows(ids: list[int], num_tokens: int) -> Int[np.ndarray, "rows tokens"]:
 
 
 def make_text_loss(graph: Any) -> LossFn:
-    """Make the training loss, `loss(params, ids) -> (loss, {})`: the mean over all next tokens."""
+    """Make the training loss `loss(params, ids) -> (loss, {})`, the mean over all next tokens."""
 
     def loss(params: Params, ids: Int[Array, "b t"]) -> tuple[Float[Array, ""], dict[str, Any]]:
         model, labels = nnx.merge(graph, params), ids[:, 1:]
@@ -121,7 +131,7 @@ def make_text_loss(graph: Any) -> LossFn:
 
 
 def make_row_losses(graph: Any) -> Callable[[Params, Int[Array, "b t"]], Float[Array, "b"]]:
-    """Make `row_losses(params, ids)`: the mean loss of each row, for evaluation."""
+    """Make `row_losses(params, ids)`, which returns the mean loss of each row, for evaluation."""
 
     def row_losses(params: Params, ids: Int[Array, "b t"]) -> Float[Array, "b"]:
         model = nnx.merge(graph, params)

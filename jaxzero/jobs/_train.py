@@ -33,7 +33,7 @@ _MEETING_SECONDS = 60.0
 
 
 def train(settings: Train, console: Console) -> Outcome:
-    """Run the job, or the rest of one that is resumed. All processes must call it.
+    """Run the job, or resume it, up to its last step; all processes must call it.
 
     Only the first process writes metrics, plots and the export, and prints progress.
 
@@ -72,7 +72,7 @@ def train(settings: Train, console: Console) -> Outcome:
 
 
 def _agreed(settings: Train) -> Train:
-    """Check that settings are equal on all processes; return them with one name for the run."""
+    """Raise unless all processes have the same settings; return them with a name for the run."""
     check_same(settings=dataclasses.asdict(settings))
     name = of_first("run name", settings.run.named().name or "", _MEETING_SECONDS)
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
@@ -93,7 +93,7 @@ def _export(session: Session, params: Any) -> float | None:
 
 
 def _evaluated_training(session: Session) -> tuple[Scores, Any, Scores]:
-    """Train; return the scores before, the trained parameters and their scores."""
+    """Train; return the scores before training, the trained parameters, and their scores."""
     evaluate, run, faults = _Evaluation(session), session.settings.run, session.settings.faults
     if run.resume or (run.resume_or_start and latest_step(session) is not None):
         with time_limit("restoring", faults.phase_seconds):
@@ -130,7 +130,7 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
 
 
 def _noted(journal: Journal, task: Task, seconds: float) -> Scores | None:
-    """The scores before training, from the journal of process 0; None if it has none."""
+    """Read the scores before training from process 0's journal; return None if it has none."""
     first_row = journal.rows("evaluation")[:1] if process_index() == 0 else []
     rows = json.loads(of_first("before training", json.dumps(first_row), seconds))
     return task.scores(**{name: rows[0][name] for name in task.labels}) if rows else None

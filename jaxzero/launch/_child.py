@@ -35,7 +35,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Rank, node and devices of one process."""
+    """The rank, node and devices of one process."""
 
     process: int  # rank
     node: int

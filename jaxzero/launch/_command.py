@@ -40,7 +40,7 @@ class Interpreter:
         return f"Python {self.version.split()[0]} at {self.executable}"
 
     def shares_environment(self, other: "Interpreter") -> bool:
-        """Whether both import the same packages: they have the same prefix and version."""
+        """Return True if both import the same packages: their prefixes and versions are equal."""
         prefixes = os.path.realpath(self.prefix), os.path.realpath(other.prefix)
         return prefixes[0] == prefixes[1] and self.version == other.version
 
@@ -153,7 +153,7 @@ def _is_this(path: str) -> bool:
 
 
 def _ask(command: tuple[str, ...], executable: str) -> Interpreter | None:
-    """Query the interpreter that the program `executable` starts; None if it does not answer.
+    """Query the interpreter that `executable` starts; return None if it does not answer.
 
     Raises:
         ValueError: `executable` starts no interpreter, like a shim of pyenv without a version.

@@ -114,7 +114,7 @@ def launch(settings: Launch) -> int:
 
 
 class _Attempts:
-    """Run the processes, and restart them after a failure."""
+    """Runs the processes, and restarts them after a failure."""
 
     def __init__(
         self, settings: Launch, output: Output, requests: StopRequests, guard: OrphanGuard

@@ -32,7 +32,7 @@ _OUTPUT_SECONDS = 5.0  # how long output may arrive after the end of its process
 
 
 class StopRequests:
-    """The signals received so far."""
+    """The signals that ask the launcher to stop, as far as it has received them."""
 
     first: signal.Signals | None = None  # first signal that asked to stop
     at_once: bool = False  # True after a later Ctrl-C
