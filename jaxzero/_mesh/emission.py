@@ -7,6 +7,8 @@ tracer of each. So, while a program is traced, one equation, a call, stands for 
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,7 +125,9 @@ class _Copies:
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
         """Add the call to the current trace, and return its outputs."""
-        return _copies_p.bind(*values, copies=self)
+        key = _empty().replace()
+        _COPIES[key] = self
+        return _copies_p.bind(*values, key=key)
 
     def in_place_of(self, call: Any) -> Iterator[Any]:
         """Yield the equations, changed to read the inputs of a call and to make its outputs."""
@@ -187,7 +191,7 @@ def _is(x: Any, y: Any) -> bool:
 
 def _expanded(equation: Any) -> Iterable[Any]:
     if equation.primitive is _copies_p:
-        return equation.params["copies"].in_place_of(equation)
+        return _COPIES[equation.params["key"]].in_place_of(equation)
     return (with_inner(equation, with_copies),)
 
 
@@ -207,16 +211,32 @@ def _is_high(equation: Any) -> bool:
     return equation.primitive.is_high(*avals, **equation.params)
 
 
+# JAX keeps parameters of primitives in a cache for types, which would keep the arrays that equations
+# close over. It holds jaxprs weakly, so an empty one is the parameter, and the key of its `_Copies`.
+_COPIES: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _empty() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
 class _CopiesPrimitive(Primitive):
     multiple_results = True
 
-    def is_high(self, *avals: Any, copies: _Copies) -> bool:
-        return copies.is_high
+    def is_high(self, *avals: Any, key: Any) -> bool:
+        return _COPIES[key].is_high
+
+
+def _types(*avals: Any, key: Any) -> tuple[list[Any], set[Any]]:
+    return [*_COPIES[key].outputs.values()], _COPIES[key].effects
+
+
+def _run(*values: Any, key: Any) -> list[Any]:
+    return _COPIES[key].run(values)
 
 
 _copies_p = _CopiesPrimitive("copies")
-_copies_p.def_effectful_abstract_eval(
-    lambda *avals, copies: ([*copies.outputs.values()], copies.effects)
-)
-_copies_p.def_impl(lambda *values, copies: copies.run(values))
-mlir.register_lowering(_copies_p, mlir.lower_fun(lambda *values, copies: copies.run(values)))
+_copies_p.def_effectful_abstract_eval(_types)
+_copies_p.def_impl(_run)
+mlir.register_lowering(_copies_p, mlir.lower_fun(_run))

@@ -176,7 +176,7 @@ def gradients_by_kernel():
 
 
 def test_an_axis_of_tokens_is_refused(reference):
-    with pytest.raises(NotImplementedError, match="the mesh has the axis `tokens`"):
+    with pytest.raises(NotImplementedError, match="the mesh axis `tokens` splits"):
         CommSpec.of(jz.make_mesh(1, tokens=2), gradients_by_kernel())
 
 
