@@ -165,8 +165,8 @@ def _shaped(
     pairs = zip(tensor.shape, shape, strict=False)
     if not cut or len(tensor.shape) != len(shape) or sum(a != b for a, b in pairs) > 1:
         raise ValueError(
-            f"{str(folder / kind)!r}.pt has shape {tensor.shape}, but `param_shapes` in the model "
-            f"states gives {shape}. Files belong to different checkpoints: convert again."
+            f"{str(folder / kind) + '.pt'!r} has shape {tensor.shape}, but `param_shapes` in the "
+            f"model states gives {shape}. Files belong to different checkpoints: convert again."
         )
     return tensor
 
@@ -184,7 +184,7 @@ def _check_copies(
     for name in kept.keys() & others.keys():
         if kept[name].shape != others[name].shape:
             raise ValueError(
-                f"{str(folders[name] / 'fp32')!r}.pt has shape {kept[name].shape}, but the tensor "
+                f"{str(folders[name] / 'fp32.pt')!r} has shape {kept[name].shape}, but the tensor "
                 f"in the first model state, of which it is a copy, has {others[name].shape}. Files "
                 "belong to different checkpoints: convert again."
             )
@@ -245,7 +245,7 @@ def _whole(folder: Path, kind: str, records: Collection[str]) -> LazyTensor:
     held = _content(folder / f"{kind}.pt", records)
     if not isinstance(held, LazyTensor):
         raise ValueError(
-            f"{str(folder / kind)!r}.pt holds no tensor. Convert the checkpoint again."
+            f"{str(folder / kind) + '.pt'!r} holds no tensor. Convert the checkpoint again."
         )
     return called(f"{folder.name}.{kind}", held)
 

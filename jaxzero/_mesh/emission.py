@@ -211,8 +211,8 @@ def _is_high(equation: Any) -> bool:
     return equation.primitive.is_high(*avals, **equation.params)
 
 
-# JAX keeps parameters of primitives in a cache for types, which would keep the arrays that equations
-# close over. It holds jaxprs weakly, so an empty one is the parameter, and the key of its `_Copies`.
+# JAX's cache of types keeps the parameters of primitives, and so would keep arrays that equations
+# close over. It holds jaxprs weakly: the parameter is an empty one, the key of its `_Copies`.
 _COPIES: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
 
 

@@ -228,7 +228,7 @@ def test_a_universal_checkpoint_of_stage_3_that_is_damaged(tmp_path: Path):
     shutil.copyfile(
         step / "zero" / "norm.bias" / "fp32.pt", step / "zero" / "up.weight" / "fp32.pt"
     )
-    with pytest.raises(ValueError, match=r"up\.weight/fp32'\.pt has shape \(6,\), but .*\(9, 6\)"):
+    with pytest.raises(ValueError, match=r"up\.weight/fp32\.pt' has shape \(6,\), but .*\(9, 6\)"):
         interop.open_checkpoint(step)
 
 
