@@ -10,6 +10,7 @@ optax's `apply_if_finite` skips steps without scaling.
 
 import dataclasses
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -74,10 +75,11 @@ def scale_loss(
     References:
         Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2.
     """
-    if not isinstance(scale, DynamicScale) and not 0 < scale < math.inf:
+    is_known = not isinstance(scale, DynamicScale | jax.core.Tracer)
+    if is_known and not (isinstance(scale, numbers.Real | jax.Array) and 0 < scale < math.inf):
         raise ValueError(
-            f"`scale` must be a `DynamicScale`, or positive and finite; got {scale!r}, with which "
-            "every step would overflow and be skipped. DeepSpeed's 0 means `DynamicScale()`."
+            f"`scale` must be a `DynamicScale`, or positive and finite; got {scale!r}. DeepSpeed's "
+            "0, a dynamic scale, is `DynamicScale()`."
         )
     inner = optax.with_extra_args_support(inner)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ Run = Callable[[Array | None, list[Any]], tuple[Accumulators, list[Any]]]
 
 def check_microbatches(num: Any) -> None:
     """Raise `ValueError` unless `num` is an integer of at least 1."""
-    if not isinstance(num, int) or num < 1:
+    if not isinstance(num, numbers.Integral) or isinstance(num, bool) or int(num) < 1:
         raise ValueError(f"`microbatches` must be an integer of at least 1; got {num!r}.")
 
 

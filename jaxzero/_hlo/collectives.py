@@ -17,6 +17,8 @@ _COLLECTIVE = re.compile(
     r"= (?P<result>[^=]*?) "
     r"(?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+# Two numbers that XLA for TPUs may add to the result of a `collective-permute-start`.
+_CONTEXTS = re.compile(r"(, u32\[\](\{[^}]*\})?){2}\)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _LOOP = re.compile(r"body=%?([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -164,6 +166,8 @@ def collectives(text: str) -> list[Collective]:
             results = tuple(shapes(match["result"]))
             # The result of a start repeats the operands; that of an all-reduce only in newer
             # versions of XLA, which write them as a tuple of their own.
+            if match["op"] == "collective-permute" and _CONTEXTS.search(match["result"]):
+                results = results[:-2]
             if "-start(" in line and (match["op"] != "all-reduce" or "((" in match["result"]):
                 results = results[len(results) // 2 :]
             times = trips[computation] if trips else 1

@@ -18,7 +18,7 @@ class LocalReport:
         every: steps in a round.
         fragments: messages in a round.
         delay: steps between the sending of a message and its use.
-        codec: the codec of the pseudo-gradients, by name; None if they are sent in float32.
+        codec: the codec of the pseudo-gradients, by name; None if all of them are sent as floats.
         num_nodes: the number of nodes.
         num_elements: elements of the parameters that are exchanged.
         device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
@@ -87,7 +87,7 @@ class LocalReport:
         exchanges = TextTable(
             headings=("Fragment", "Sent after step", "Used after step", "Into a node"),
             rows=[
-                (f"{number} in {self.codec or 'float32'}", str(sent), str(used), size)
+                (f"{number} in {self.codec or 'floats'}", str(sent), str(used), size)
                 for number, (sent, used) in enumerate(self.timeline)
             ],
             footer=(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
 
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32
@@ -154,7 +155,8 @@ def check_integer(
 
     With `optional` it may be None.
     """
-    is_integer = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_integer = is_number and int(value) >= least
     if not is_integer and not (optional and value is None):
         raise ValueError(
             f"`{name}` of `{owner}` must be an integer of at least "

@@ -168,7 +168,9 @@ class LocalRounds:
             kept_specs = layouts.each(
                 lambda kept: [leaf.spec(kept.axes) for leaf in kept.global_leaves(self.num_nodes)]
             )
-            return on_nodes(*constrain_tree((arrays, rows), self._zero.mesh, (kept_specs, specs)))
+            mesh = self._zero.mesh
+            new, metrics = on_nodes(*constrain_tree((arrays, rows), mesh, (kept_specs, specs)))
+            return constrain_tree(new, mesh, kept_specs), metrics
 
         def program(arrays: Arrays, rows: list[Array]) -> Any:
             exchange = dataclasses.replace(layouts.exchange, has_tangents=True)
@@ -237,7 +239,7 @@ class LocalRounds:
             every=method.every,
             fragments=method.fragments,
             delay=method.delay,
-            codec=None if method.codec is None else str(method.codec),
+            codec=str(method.codec) if exchange.encoded else None,
             num_nodes=self.num_nodes,
             num_elements=sum(math.prod(leaf.shape) for leaf in exchange.leaves),
             device_bytes=layouts.each(lambda kept: kept.device_bytes(self._mesh)),

@@ -90,6 +90,14 @@ def test_a_constant_scale_that_skips_every_step_is_refused(scale: float):
         interop.scale_loss(optax.sgd(1.0), scale)
 
 
+def test_a_constant_scale_may_be_traced():
+    def update(scale, gradient):
+        tx = interop.scale_loss(optax.sgd(1.0), scale)
+        return tx.update(gradient, tx.init(gradient))[0]
+
+    np.testing.assert_array_equal(jax.jit(update)(4.0, jnp.full(3, 8.0)), np.full(3, -2.0))
+
+
 @pytest.mark.parametrize(
     ("keys", "dtype"),
     [

@@ -123,3 +123,5 @@ def test_sizes_of_a_config_are_integers(name):
     object.__setattr__(config, name, None)  # and not `ZeroConfig(...)`: annotations are checked
     with pytest.raises(ValueError, match=f"`{name}` of `ZeroConfig` must be an integer.*got None"):
         config.__post_init__()
+    object.__setattr__(config, name, np.int64(5))
+    config.__post_init__()
