@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Int32
 
+from .._mesh import is_traced
+
 _LARGEST = 2.0**126  # so that doubling it stays finite in float32: an infinite scale would stay
 
 
@@ -75,8 +77,8 @@ def scale_loss(
     References:
         Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2.
     """
-    is_known = not isinstance(scale, DynamicScale | jax.core.Tracer)
-    if is_known and not (isinstance(scale, numbers.Real | jax.Array) and 0 < scale < math.inf):
+    is_checked = not isinstance(scale, DynamicScale) and not is_traced(scale)
+    if is_checked and not (isinstance(scale, numbers.Real | jax.Array) and 0 < scale < math.inf):
         raise ValueError(
             f"`scale` must be a `DynamicScale`, or positive and finite; got {scale!r}. DeepSpeed's "
             "0, a dynamic scale, is `DynamicScale()`."

@@ -240,3 +240,15 @@ def _whole(x, shape):
     """An array without the padding that its layout has."""
     data = x if isinstance(x, jax.Array | np.ndarray) else x.data
     return np.asarray(data, np.float64)[tuple(slice(size) for size in shape)]
+
+
+def test_whole_parameters_stay_whole():
+    mesh = jz.make_mesh(2, devices=jax.devices()[:4])
+    zero = jz.Zero(mesh, jz.ZeroConfig(stage=1))
+    rounds = zero.local_steps(step, jz.LocalSteps(every=2))
+    state = rounds.init(zero.init(init), {})
+    compiled = jax.jit(rounds).lower(state, batches(2, 2)).compile()
+    state, _ = compiled(state, batches(2, 2))
+    compiled(state, batches(2, 2))  # takes the state as it was returned
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert held == sum(rounds.report().device_bytes.values())
