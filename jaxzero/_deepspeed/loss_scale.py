@@ -78,7 +78,8 @@ def scale_loss(
         Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2.
     """
     is_checked = not isinstance(scale, DynamicScale) and not is_traced(scale)
-    if is_checked and not (isinstance(scale, numbers.Real | jax.Array) and 0 < scale < math.inf):
+    is_number = isinstance(scale, numbers.Real | jax.Array)
+    if is_checked and not (is_number and 0 < float(scale) < math.inf):
         raise ValueError(
             f"`scale` must be a `DynamicScale`, or positive and finite; got {scale!r}. DeepSpeed's "
             "0, a dynamic scale, is `DynamicScale()`."

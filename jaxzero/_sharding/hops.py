@@ -155,9 +155,9 @@ def check_integer(
 
     With `optional` it may be None.
     """
-    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    is_integer = is_number and int(value) >= least
-    if not is_integer and not (optional and value is None):
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise ValueError(
             f"`{name}` of `{owner}` must be an integer of at least "
             f"{least}{' or None' if optional else ''}; got {value!r}."
