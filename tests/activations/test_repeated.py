@@ -110,6 +110,28 @@ def test_gradients_pass_the_barrier_of_the_next_segment(monkeypatch):
     assert len(barriers) >= LAYERS
 
 
+@pytest.mark.parametrize("name", ["unrolled", "added"])
+def test_gradients_are_reduced_where_they_are_without_a_budget(name):
+    """In "added" two weights have one gradient: each is reduced by itself, layer by layer."""
+
+    def added(p: Any, ids: jax.Array) -> jax.Array:
+        layers = p["layers"]["mix"], p["layers"]["more"]
+        body = lambda x, w: (x + jnp.tanh(x @ (w[0] + w[1])), None)  # noqa: E731
+        return head(p, lax.scan(body, p["embed"][ids], layers)[0], ids)
+
+    def params() -> Any:
+        made = init()
+        made["layers"]["more"] = 2 * made["layers"]["mix"]
+        return made
+
+    loss, where = MODELS.get(name, added), []
+    for zero in (zero_of(None), zero_of(0)):
+        found = zero.plan(loss, zero.abstract(params), batch()).top.gradients
+        loops = [len(x.reduces) for x in found.loops.values()]
+        where.append((sorted(x.shape for x in found.reduces), loops, [*found.at_end]))
+    assert where[0] == where[1]
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA for CPUs drops barriers")
 def test_memory_of_unrolled_layers():
     """On CPUs no more than with a `jax.checkpoint` of each layer; for H200s see `test_aot`."""
