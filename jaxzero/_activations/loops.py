@@ -154,9 +154,8 @@ def part_of(
         for indices in (pair.saved, pair.held)
     )
     fixed = fixed_of(body, layers_of(loop, weights))
-    views = saved & fixed.views
     # A layer of which backward reads a view, such as a cast one, is gathered there anyway.
-    gathered = {x for view in views for x in fixed.of(view) or ()}
+    gathered = {x for view in saved & fixed.views for x in fixed.of(view) or ()}
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
     inputs = {
@@ -173,7 +172,7 @@ def part_of(
         never,
         times * loop.length,
         is_stacked=True,
-        views=views,
+        views=fixed.views,
     )
 
 

@@ -145,7 +145,7 @@ class PricedProgram:
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
             return Chosen(lambda: block, choices, frozenset(in_host))
-        counted = {x for _, of_loop in choices for x in of_loop.kept}
+        counted = {x for part, of_loop in choices for x in (*of_loop.kept, *part.views)}
         forward, part = self._outside_of_loops(block, counted)
         choice = cheapest(part, price, keep)
 

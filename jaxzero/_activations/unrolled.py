@@ -60,9 +60,10 @@ class Forward:
             block: the program.
             weights: its inputs that are gathered where they are used.
             end: how many of its operations are forward.
-            counted: values that the bodies of loops keep, whose stacks are residuals of the loops.
-                Other stacks that backward reads are wanted here, such as an encoder's states that
-                only a decoder and its backward loop read.
+            counted: values that the bodies of loops keep, whose stacks are residuals of the loops,
+                and views of weights, whose stacks are computed where loops scan them. Other stacks
+                that backward reads are wanted here, such as an encoder's states that only a decoder
+                and its backward loop read.
         """
         self.block = block
         self.end = end
@@ -70,11 +71,13 @@ class Forward:
         self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
         pairs = find_pairs(block, end, block.outputs)
         self._loops = [pair.forward for pair in pairs]
+        returned = {*block.outputs}
         stacks = {
-            pair.forward.outputs[i]
+            stack
             for pair in pairs
-            for i in pair.saved
+            for i in (*pair.saved, *pair.held)
             if pair.forward.body.outputs[i] in counted
+            if (stack := pair.forward.outputs[i]) in returned or i in pair.saved
         }
         inside = (x for x in block.operations[:end] if isinstance(x, Loop))
         stacks |= {x for loop in inside for x in stacks_in_host(loop)}

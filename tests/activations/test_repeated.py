@@ -290,6 +290,22 @@ def test_views_of_weights_are_no_activations(monkeypatch, host):
         _check(zero, loss)
 
 
+def test_an_error_names_the_least_of_what_was_tried(monkeypatch):
+    """Though what is chosen at a higher price held more."""
+    at, tried = priced.PricedProgram.at, []
+
+    def more_at_high_prices(program: Any, price: float, *given: Any) -> priced.Chosen:
+        chosen = at(program, price, *given)
+        tried.append(round(1e15 * price))
+        chosen.__dict__["num_bytes"] = tried[-1]
+        return chosen
+
+    monkeypatch.setattr(priced.PricedProgram, "at", more_at_high_prices)
+    with pytest.raises(ValueError, match=r"less than the \d+ bytes") as error:
+        residuals(zero_of(1), MODELS["scanned"])
+    assert f"less than the {min(tried)} bytes" in str(error.value) and tried[-1] > tried[0]
+
+
 def test_masks_are_made_where_they_are_read():
     """The plan takes them for arrays, and reduces gradients where a layer holds little, as it does
     with a `jax.checkpoint` of each layer."""
