@@ -342,9 +342,9 @@ class _Again(Copies):
 
     def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:
-            # Gradients that are still read pass the barrier, and so become arrays. XLA for CPUs
-            # would fuse a sum of gradients along residual connections into each of its readers, and
-            # hold the terms of all layers.
+            # Gradients that are still read pass the barrier, but for those of weights, and so
+            # become arrays. XLA for CPUs would fuse a sum of gradients along residual connections
+            # into each of its readers, and hold the terms of all layers.
             passing = [x for x in self._gradients if self._unread.get(x) and x not in self._sums]
             self._gradients = []
             self._tied[segment] = self._barrier(reader, [*self._read_by[segment]], passing)
