@@ -115,12 +115,12 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
         over, most = most, program.at(low, link)
         if most.num_bytes <= budget:
             return _search(lambda x: program.at(low, x), 0.0, link, over, most, budget)[0]
-    least = program.at(high, link)
+    least = min(most, program.at(high, link), key=_num_bytes)
     if budget == 0:
         last = program.at(_LAST_PRICE, link)
         return last if last.num_bytes < _NEAR * least.num_bytes else least
     if least.num_bytes > budget:
-        high, least = _LAST_PRICE, program.at(_LAST_PRICE, link)
+        high, least = _LAST_PRICE, min(least, program.at(_LAST_PRICE, link), key=_num_bytes)
     if least.num_bytes > budget:
         raise ValueError(_too_little(budget, least))
     logarithms = math.log(low), math.log(high)
@@ -140,6 +140,10 @@ def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
             fits = chosen
             keep.append(value)
     return fits
+
+
+def _num_bytes(chosen: Chosen) -> int:
+    return chosen.num_bytes
 
 
 def _search(

@@ -56,23 +56,29 @@ class Pair(NamedTuple):
     held: tuple[int, ...] = ()
 
 
-def stacked_once(block: Block) -> tuple[Block, dict[Atom, Atom]]:
+def stacked_once(block: Block, end: int) -> tuple[Block, dict[Atom, Atom]]:
     """Let loops stack up each value of their bodies once, in loops inside too.
 
-    A value that a scan returns is often a residual as well, for which JAX makes a second stack.
+    A value that a scan returns is often a residual as well, for which JAX makes a second stack. In
+    backward, behind `end` operations, stacks that others than loops read remain: as gradients, such
+    as those of two weights that are added, each is reduced by itself, layer by layer.
 
     Returns:
         The block, and for each stack that is dropped the one that is read in its place.
     """
     instead: dict[Atom, Atom] = {}
+    others = (x for x in block.operations[end:] if not isinstance(x, Loop))
+    read = {*block.outputs, *(x for operation in others for x in operation.values)}
     operations = []
-    for operation in block.operations:
+    for i, operation in enumerate(block.operations):
         operation = operation.reading(instead)
         if isinstance(operation, Loop):
-            operation = dataclasses.replace(operation, body=stacked_once(operation.body)[0])
+            body = operation.body
+            body, _ = stacked_once(body, len(body.operations) if i < end else 0)
+            operation = dataclasses.replace(operation, body=body)
             first: dict[Value, Value] = {}
             for x, stack in stacked_values(operation):
-                if first.setdefault(x, stack) is not stack:
+                if first.setdefault(x, stack) is not stack and (i < end or stack not in read):
                     instead[stack] = first[x]
         operations.append(operation)
     outputs = tuple(instead.get(x, x) for x in block.outputs)
@@ -148,9 +154,8 @@ def part_of(
         for indices in (pair.saved, pair.held)
     )
     fixed = fixed_of(body, layers_of(loop, weights))
-    views = saved & fixed.views
     # A layer of which backward reads a view, such as a cast one, is gathered there anyway.
-    gathered = {x for view in views for x in fixed.of(view) or ()}
+    gathered = {x for view in saved & fixed.views for x in fixed.of(view) or ()}
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
     inputs = {
@@ -167,7 +172,7 @@ def part_of(
         never,
         times * loop.length,
         is_stacked=True,
-        views=views,
+        views=fixed.views,
     )
 
 

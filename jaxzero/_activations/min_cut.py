@@ -60,7 +60,7 @@ class Part:
         segments: into how many segments the part is cut, which backward repeats one by one.
         token_parts: devices that share each row, and so hold a part of each value.
         is_stacked: whether what is kept is stacked up by a loop.
-        views: wanted values that are views of weights, such as cast ones, and no activations.
+        views: values that are views of weights, such as cast ones, and no activations.
     """
 
     operations: Sequence[Operation]

@@ -107,14 +107,14 @@ class PricedProgram:
         layer_sets: float | None,
         token_parts: int,
     ):
-        self.block, instead = loops.stacked_once(block)
+        self.results, self.inputs = [*results], {*block.inputs}
+        self.block, instead = loops.stacked_once(block, self._end(block))
         self.token_parts = token_parts
         self.layer_sets = 1.0 if layer_sets is None else layer_sets
         self.outside_loops = layer_sets is None
         self.weights = {*weights}
         self.views = fixed_of(self.block, weights).views
         self.results = [instead.get(x, x) for x in results]
-        self.inputs = {*block.inputs}
         self._unrolled: tuple[unrolled.Forward, Part] | None = None
         self._is_bound: dict[Operation, bool] = {}
         # Stacks are the same values for all prices, so that choices can be compared by them.
@@ -145,7 +145,7 @@ class PricedProgram:
         block = without_dead_code(block) if choices else block
         if not self.outside_loops:
             return Chosen(lambda: block, choices, frozenset(in_host))
-        counted = {x for _, of_loop in choices for x in of_loop.kept}
+        counted = {x for part, of_loop in choices for x in (*of_loop.kept, *part.views)}
         forward, part = self._outside_of_loops(block, counted)
         choice = cheapest(part, price, keep)
 

@@ -15,7 +15,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from .._program import Atom, Barrier, Block, Copies, Loop, Operation, Value, fixed_of, like
+from .._program import (
+    ADDITIONS,
+    Atom,
+    Barrier,
+    Block,
+    Copies,
+    Loop,
+    Operation,
+    Value,
+    fixed_of,
+    like,
+)
 from .costs import bytes_of, copies_in_host
 from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
@@ -49,9 +60,10 @@ class Forward:
             block: the program.
             weights: its inputs that are gathered where they are used.
             end: how many of its operations are forward.
-            counted: values that the bodies of loops keep, whose stacks are residuals of the loops.
-                Other stacks that backward reads are wanted here, such as an encoder's states that
-                only a decoder and its backward loop read.
+            counted: values that the bodies of loops keep, whose stacks are residuals of the loops,
+                and views of weights, whose stacks are computed where loops scan them. Other stacks
+                that backward reads are wanted here, such as an encoder's states that only a decoder
+                and its backward loop read.
         """
         self.block = block
         self.end = end
@@ -59,11 +71,13 @@ class Forward:
         self._at = {x: i for i, op in enumerate(block.operations[:end]) for x in op.outputs}
         pairs = find_pairs(block, end, block.outputs)
         self._loops = [pair.forward for pair in pairs]
+        returned = {*block.outputs}
         stacks = {
-            pair.forward.outputs[i]
+            stack
             for pair in pairs
-            for i in pair.saved
+            for i in (*pair.saved, *pair.held)
             if pair.forward.body.outputs[i] in counted
+            if (stack := pair.forward.outputs[i]) in returned or i in pair.saved
         }
         inside = (x for x in block.operations[:end] if isinstance(x, Loop))
         stacks |= {x for loop in inside for x in stacks_in_host(loop)}
@@ -289,6 +303,7 @@ class _Again(Copies):
             for x in {*operation.values}:
                 self._unread[x] = self._unread.get(x, 0) + 1
         self._gradients: list[Value] = []  # those made since the last segment's barrier
+        self._sums = _sums(forward.block.operations[forward.end :])
 
     def add(self, operation: Operation) -> None:
         for x in operation.values:
@@ -327,10 +342,10 @@ class _Again(Copies):
 
     def _tie(self, value: Value, segment: int, reader: Operation) -> Value:
         if segment not in self._tied:
-            # Gradients that are still read pass the barrier, and so become arrays. XLA for CPUs
-            # would fuse a sum of gradients along residual connections into each of its readers, and
-            # hold the terms of all layers.
-            passing = [x for x in self._gradients if self._unread.get(x)]
+            # Gradients that are still read pass the barrier, but for those of weights, and so
+            # become arrays. XLA for CPUs would fuse a sum of gradients along residual connections
+            # into each of its readers, and hold the terms of all layers.
+            passing = [x for x in self._gradients if self._unread.get(x) and x not in self._sums]
             self._gradients = []
             self._tied[segment] = self._barrier(reader, [*self._read_by[segment]], passing)
         return self._tied[segment].get(value, value)
@@ -341,10 +356,25 @@ class _Again(Copies):
         if not kept:
             return {}
         made = (x for operation in reversed(self.operations) for x in operation.outputs)
-        reached = next((x for x in made if x.is_array and x.shape), None)
+        arrays = (x for x in made if x.is_array and x.shape and x not in self._sums)
+        reached = next(arrays, None)
         after = dict.fromkeys((*passing, *((reached,) if reached else ())))
         inputs = (*kept, *map(self.of, after))
         outputs = tuple(map(like, inputs))
         self.operations.append(Barrier("optimization_barrier", inputs, outputs, copied.equation))
         self._made |= dict(zip(after, outputs[len(kept) :], strict=True))
         return dict(zip(kept, outputs, strict=False))
+
+
+def _sums(backward: Sequence[Operation]) -> set[Value]:
+    """Values of backward of which only sums and moves of elements are computed: weights' gradients.
+
+    Their reductions move over those operations, but not over a barrier: behind one, gradients of
+    layers would be put together in full, and then reduced.
+    """
+    onward: set[Value] = set()
+    for operation in reversed(backward):
+        moves = operation.name in ADDITIONS or operation.view() is not None
+        if not moves or not onward.isdisjoint(operation.outputs):
+            onward.update(operation.values)
+    return {x for operation in backward for x in operation.outputs} - onward

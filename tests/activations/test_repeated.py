@@ -110,6 +110,28 @@ def test_gradients_pass_the_barrier_of_the_next_segment(monkeypatch):
     assert len(barriers) >= LAYERS
 
 
+@pytest.mark.parametrize("name", ["unrolled", "added"])
+def test_gradients_are_reduced_where_they_are_without_a_budget(name):
+    """In "added" two weights have one gradient: each is reduced by itself, layer by layer."""
+
+    def added(p: Any, ids: jax.Array) -> jax.Array:
+        layers = p["layers"]["mix"], p["layers"]["more"]
+        body = lambda x, w: (x + jnp.tanh(x @ (w[0] + w[1])), None)  # noqa: E731
+        return head(p, lax.scan(body, p["embed"][ids], layers)[0], ids)
+
+    def params() -> Any:
+        made = init()
+        made["layers"]["more"] = 2 * made["layers"]["mix"]
+        return made
+
+    loss, where = MODELS.get(name, added), []
+    for zero in (zero_of(None), zero_of(0)):
+        found = zero.plan(loss, zero.abstract(params), batch()).top.gradients
+        loops = [len(x.reduces) for x in found.loops.values()]
+        where.append((sorted(x.shape for x in found.reduces), loops, [*found.at_end]))
+    assert where[0] == where[1]
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA for CPUs drops barriers")
 def test_memory_of_unrolled_layers():
     """On CPUs no more than with a `jax.checkpoint` of each layer; for H200s see `test_aot`."""
@@ -266,6 +288,22 @@ def test_views_of_weights_are_no_activations(monkeypatch, host):
     assert plan.residuals and not weights & {x.shape for x in plan.residuals}
     if not host:
         _check(zero, loss)
+
+
+def test_an_error_names_the_least_of_what_was_tried(monkeypatch):
+    """Though what is chosen at a higher price held more."""
+    at, tried = priced.PricedProgram.at, []
+
+    def more_at_high_prices(program: Any, price: float, *given: Any) -> priced.Chosen:
+        chosen = at(program, price, *given)
+        tried.append(round(1e15 * price))
+        chosen.__dict__["num_bytes"] = tried[-1]
+        return chosen
+
+    monkeypatch.setattr(priced.PricedProgram, "at", more_at_high_prices)
+    with pytest.raises(ValueError, match=r"less than the \d+ bytes") as error:
+        residuals(zero_of(1), MODELS["scanned"])
+    assert f"less than the {min(tried)} bytes" in str(error.value) and tried[-1] > tried[0]
 
 
 def test_masks_are_made_where_they_are_read():

@@ -187,3 +187,32 @@ def test_results_are_those_of_forward():
 @pytest.mark.one_in(4)
 def test_a_step_is_that_of_one_device(name, budget):
     _check(zero_of(budget), LOSSES[name])
+
+
+def _transposed_weights(p: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A scan returns them, and a second scan reads them."""
+
+    def first(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x @ w.T), w.T
+
+    x, stack = lax.scan(first, p["embed"][ids], p["layers"]["mix"])
+    x, _ = lax.scan(lambda x, w: (x + jnp.sin(x @ w) @ w, None), x, stack)
+    return head(p, x, ids), stack
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_stacks_of_views_of_weights_are_no_activations(returned):
+    """At no budget: backward computes a layer of them where it reads it."""
+
+    def loss(p: Any, ids: jax.Array) -> Any:
+        value, stack = _transposed_weights(p, ids)
+        return (value, stack) if returned else value + jnp.mean(stack**2)
+
+    def kept(budget: int) -> int:
+        zero = zero_of(budget)
+        found = zero.plan(loss, zero.abstract(init), batch(), has_aux=returned).residuals
+        assert found and (WIDTH, WIDTH) not in {x.shape[-2:] for x in found}
+        return bytes_of(x for x in found if x.action == "keep")
+
+    least = kept(0)
+    assert kept(least) == least < kept(10**9)
