@@ -29,7 +29,7 @@ class Question(NamedTuple):
 
     Attributes:
         name: name of the tensor.
-        steps: steps of the rule that is proposed; None if they need an unknown number of heads.
+        steps: steps of the proposed rule; None if they depend on an unknown number of heads.
         other: steps of the other rule.
         why: what the user has to find out.
     """
@@ -53,10 +53,7 @@ class Layer(NamedTuple):
 def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer | None:
     """Return the layer that a tensor is the weight of; None if it is no weight of a layer.
 
-    Args:
-        name: name of the tensor.
-        shape: its shape.
-        steps: the steps that turn it into a parameter; they tell convolutions from other tensors.
+    The `steps` turn the tensor into a parameter; they tell convolutions from other tensors.
     """
     turns = [each for each in steps if isinstance(each, Transpose)]
     if len(shape) == 2:
@@ -320,7 +317,11 @@ def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str,
 def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
-    """Return path -> question for queries and keys, if names in checkpoint or model are Meta's."""
+    """Ask whether queries and keys are to be reordered between halves and interleaved pairs.
+
+    There are questions only if names of the checkpoint (`shapes`) or of the model (`paths`) have
+    the form of Meta's Llama. Return path of a parameter -> question.
+    """
     from_meta, to_meta = is_meta(shapes), is_meta(paths)
     if not from_meta and not to_meta:
         return {}
