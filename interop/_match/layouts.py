@@ -151,7 +151,7 @@ def _first(each: Pair, tensor: Tensor) -> str:
 class _Line:
     """The layers of a checkpoint in the order of definition, as far as the file shows it.
 
-    If names are sorted as text (10 before 2), as in safetensors, numbers at least are put in order.
+    Names that are sorted as text (10 before 2), as in safetensors, are put in order of numbers.
     """
 
     def __init__(self, layers: Mapping[str, Layer], shapes: Mapping[str, tuple[int, ...]]):
@@ -295,10 +295,7 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Return path -> question for norms over a flattened image: scales have its order too.
-
-    Only tensors in `names` are considered; None for all.
-    """
+    """Return path -> question for those norms in `names` (None: all) that are over an image."""
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,
@@ -319,8 +316,8 @@ def rotary(
 ) -> dict[str, Question]:
     """Ask whether queries and keys are to be reordered between halves and interleaved pairs.
 
-    There are questions only if names of the checkpoint (`shapes`) or of the model (`paths`) have
-    the form of Meta's Llama. Return path of a parameter -> question.
+    There are questions only if names in `shapes` (the checkpoint's) or `paths` (the model's) are
+    Meta's. Return path of a parameter -> question.
     """
     from_meta, to_meta = is_meta(shapes), is_meta(paths)
     if not from_meta and not to_meta:

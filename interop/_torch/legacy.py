@@ -34,9 +34,9 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyFile:
-    """A file in the form before PyTorch 1.6, checked, and the places of its storages.
+    """A reader of a file that PyTorch before 1.6 wrote; the file is checked when it is opened.
 
-    It has the methods of an `Archive`.
+    It finds where the file holds the numbers of each tensor, and has the methods of an `Archive`.
 
     Args:
         file: the file.

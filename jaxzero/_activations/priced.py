@@ -102,9 +102,9 @@ class PricedProgram:
     Args:
         block: the joint program of forward and backward.
         weights: the inputs that are weights.
-        results: the outputs that end forward.
-        layer_sets: how many times what all trips of a loop keep is on a device, as in `Part`. None:
-            once, and choices are made outside of loops too.
+        results: the outputs that are no gradients: operations up to their last maker are forward.
+        layer_sets: with pipeline stages, as in `choose_activations`, and choices are for loops
+            only. None: no stages, and operations outside of loops have choices too.
         token_parts: the number of devices that share each row, as in `Part`.
     """
 
@@ -253,7 +253,7 @@ class PricedProgram:
     def _outside_of_loops(
         self, block: Block, counted: Collection[Value]
     ) -> tuple[unrolled.Forward, Part]:
-        """Return the part outside of loops; that of the program as traced is made once for all prices."""
+        """Return the part outside of loops; for the traced program, one part serves all prices."""
         if block is self.block and self._unrolled is not None:
             return self._unrolled
         forward = unrolled.Forward(block, self.weights, self._end(block), counted)

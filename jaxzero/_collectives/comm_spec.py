@@ -35,7 +35,7 @@ from .ledger import Transfer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MessageForm:
-    """How the arrays of collectives are shaped.
+    """The shape in which arrays are sent by collectives, and which of them share a message.
 
     Attributes:
         tiled: whether each leaf is sent alone, in a shape whose minor dims fill tiles, and floats
@@ -329,12 +329,12 @@ class ReduceSpec:
         return tuple(shape)
 
     def is_joined(self, axis: str, comm: CommSpec) -> bool:
-        """Return whether the gradient shares its message over `axis` with others (`MessageForm`).
+        """Return whether the gradient shares its message over `axis` with other gradients.
 
-        After the first axis, a quarter of the limit is enough for a gradient to be sent alone: a
-        joined message needs the sums over the previous axis of all its gradients, so those that
-        arrive first are held until the last (0.25 GiB in a layer of Llama-7B). Gradients with a
-        codec of few bits are always joined: encoding writes into the message, without a copy.
+        Gradients with a codec of few bits always do: encoding writes into the message, without a
+        copy. Other gradients do if they are smaller than `MessageForm.copy_below_bytes`, or than a
+        quarter of it after the first axis. There a joined message waits for the sums of all its
+        gradients over the axis before, which are held meanwhile (0.25 GiB in a layer of Llama-7B).
         """
         codec = self.codec(axis, comm)
         if codec is not None and not isinstance(codec, Cast):

@@ -85,7 +85,8 @@ class MovedRows:
 class Plan:
     """Everything that one training step gathers, reduces and copies, in program order.
 
-    With several micro-batches, `top` and `steps` are those of one of them.
+    `top` is the plan of the program, with the plans of its loops inside; `steps` lists its messages
+    and copies, as they are printed. With several micro-batches, both are for one of them.
     """
 
     top: BlockPlan
@@ -99,15 +100,15 @@ class Plan:
     microbatches: int = 1  # in a step
     rows: tuple[MovedRows, ...] = ()  # tables that are not gathered for lookups
     stages: tuple[str, ...] = ()  # lines about pipeline stages, if there are any
-    # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
-    # slices. This is the plan of the others, which gather from the slices.
+    # With hpZ and several micro-batches, `top` and `steps` are for the first one, which keeps node
+    # slices. `later` is the plan of each of the others, which gather from the slices.
     later: BlockPlan | None = None
     # What forward keeps for backward.
     activations: Chosen | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What backward reads of forward, and how each is kept; empty if nothing was chosen."""
+        """The values that backward reads of forward, kept or recomputed; empty if none is chosen."""
         return self.activations.residuals if self.activations else ()
 
     @property

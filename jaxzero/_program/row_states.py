@@ -25,7 +25,9 @@ Parts = tuple[Part, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """An operation that combines several rows of the batch in another way than a mean of rows.
+    """An operation that combines several rows of the batch otherwise than in a sum or a mean.
+
+    Sums and means over rows are no mixings, as long as the result is linear in them (see `Sum`).
 
     Attributes:
         kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".
@@ -57,8 +59,8 @@ class State:
         rows: for each dim with rows, its parts. Inside a loop over rows, the row of the current
             iteration has a negative number in place of a dim.
         sums: the sums over rows that the value is linear in.
-        mixings: the mixings that the value depends on: one device with all rows would compute
-            another value.
+        mixings: the mixings that the value depends on. If there are any, one device with all rows
+            would compute another value.
         noise: the operations that drew random bits, equal on all devices, which the value depends
             on.
         noise_dims: the dims along which these bits differ.

@@ -310,9 +310,16 @@ def _difference_of_kinds(
 def _reads(
     layers: LayersOf, start: int, size: int
 ) -> tuple[list[list[Read]], list[tuple[Place, Atom]]] | str:
-    """Return where the inputs of a layer's operations come from, and the carried values.
+    """Find where the operations of a layer read their inputs from.
 
-    If that differs between layers, return a text that says where.
+    Args:
+        layers: the program's operations, grouped by layer.
+        start: the index in `layers.rest` of the first layer's first operation.
+        size: the number of operations of a layer.
+
+    Returns:
+        For each operation of a layer, a `Read` of each input; and the values that a layer carries
+        to the next. If layers read from different places, a text that says where, instead.
     """
     place_of: dict[Value, tuple[int, Place]] = {}
     for i in range(layers.length * size):
