@@ -57,7 +57,8 @@ class MovedRows:
         num: rows that a device reads in a micro-batch.
         rows: bytes that enter a device over each axis in a micro-batch, ids included.
         weight: bytes that would enter if the table were gathered and its gradient reduced.
-        is_mean: whether the program leaves the mean of its gradient; otherwise the sum.
+        is_mean: whether the program returns the mean over devices of the table's gradient;
+            otherwise it returns the sum.
         is_alone: whether the table is looked up only, and not gathered for other uses too.
     """
 
@@ -108,7 +109,7 @@ class Plan:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """The values that backward reads of forward, kept or recomputed; empty if none is chosen."""
+        """The values that backward reads of forward, kept or recomputed; empty without a choice."""
         return self.activations.residuals if self.activations else ()
 
     @property

@@ -103,10 +103,10 @@ def reshape(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `slice` and `split`: the state is kept if the rows in each part stay whole.
+    """Rule of `slice` and `split`: results depend on rows as the input does, if no rows are cut off.
 
-    So it is if no dim with rows is cut, or if a dim is cut between blocks that each have all of
-    its rows. Otherwise the result is unknown.
+    That is so if no dim with rows is cut, or if a dim is cut between blocks each of which has all
+    rows of the dim. Otherwise the state of the result is unknown.
     """
     params, shape = operation.equation.params, shape_of(operation.inputs[0])
     if operation.name == "split":

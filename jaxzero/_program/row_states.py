@@ -66,8 +66,9 @@ class State:
         noise_dims: the dims along which these bits differ.
         differs: whether the value depends on the index of the device or micro-batch.
         settled: the mesh axes over which a collective has combined the value.
-        index: `(dim, columns)`: along `dim`, each element is its own index, in these columns of the
-            last dim (None: in all); None if there is no such dim.
+        index: `(dim, columns)` if the value holds indices, as an `iota` does: each element equals
+            its own index along `dim`, in these columns of the last dim (None: in all). None if it
+            holds no indices.
         is_known: False for the result of an operation without a rule: nothing is said about it.
     """
 

@@ -40,13 +40,14 @@ class StackPart(NamedTuple):
 
 
 class LayersOf:
-    """Groups by layer those values of a program that depend on one layer's weights alone.
+    """The values of a program that depend on one layer's weights alone, grouped by layer.
 
     Attributes:
-        number: for each such value, the index of the layer.
-        key: for each such value, a key that values of two layers share if they are computed alike.
+        number: for each of these values, the index of its layer.
+        key: for each of these values, a key. Values of two layers have equal keys if they are
+            computed alike.
         of_key: for each key, the first value that has it.
-        rows: for each such value that is a row of a stack, the name of the stack.
+        rows: for each of these values that is a row of a stack, the name of the stack.
         picks: operations that take one layer's part of an array that is no weight, such as keys.
         rest: the other operations, in order.
     """

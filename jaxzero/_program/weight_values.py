@@ -104,7 +104,7 @@ def is_cheap(operation: Operation) -> bool:
 
 
 def is_large(fixed: Fixed, value: Value) -> bool:
-    """Return whether a value is computed from weights alone, and not much smaller than the largest.
+    """Return whether a value is computed from weights alone, and not much smaller than they are.
 
     A vector, such as `1 + scale` of a norm, is not large: keeping it costs less than another
     gather.
@@ -172,7 +172,10 @@ class StackValues:
         return known and source is not None and self.is_layered(source)
 
     def is_free(self, atom: Atom, sliced: bool) -> bool:
-        """Return whether a loop's body can read an atom without a large array being made for it."""
+        """Return whether a loop's body can read an atom without a large array being made for it.
+
+        `sliced` says that the loop scans the atom, so that each iteration reads one layer.
+        """
         if sliced and isinstance(atom, Value) and self.is_layered(atom):
             return True
         return self.fixed.of(atom) == frozenset()

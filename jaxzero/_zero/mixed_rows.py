@@ -72,10 +72,10 @@ def warn_of_mixed_rows(
     outputs: Outputs,
     comm: CommSpec,
 ) -> None:
-    """Warn of each line of the function that combines rows of the batch in another way than a sum.
+    """Warn of each line that mixes rows of the batch: outputs are not linear in a sum over rows.
 
-    Such a function (a batch norm, a contrastive loss) gives other results on several devices than
-    on one device with all rows.
+    A function with such a line (a batch norm, a contrastive loss) gives other results on several
+    devices than on one device with all rows.
 
     Args:
         result: the result of the step, with the program of one micro-batch as it was traced.

@@ -83,7 +83,7 @@ def explaining_values(
 def _read_arguments(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """Return the names of the arguments on which the array depends that Python code has read.
+    """Find an array whose value Python code has read; name the arguments that it depends on.
 
     The names are taken from JAX's error, which has them only if the function is not being
     differentiated. So the function is traced again. Without such an error the list is empty.
