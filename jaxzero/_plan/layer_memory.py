@@ -64,7 +64,7 @@ class LayerMemory:
     Args:
         block: the body of a loop, or a program.
         uses: the uses of weights in it.
-        gradients: the values that are reduced. No other message may be made to wait for them.
+        gradients: the values that are reduced; none of them may be the value of `reduce_before`.
     """
 
     def __init__(self, block: Block, uses: BlockUses, gradients: Container[Value]):

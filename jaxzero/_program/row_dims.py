@@ -103,7 +103,7 @@ def reshape(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `slice` and `split`: results depend on rows as the input does, if no rows are cut off.
+    """Rule of `slice` and `split`: a result depends on rows as the input does if none are cut off.
 
     That is so if no dim with rows is cut, or if a dim is cut between blocks each of which has all
     rows of the dim. Otherwise the state of the result is unknown.

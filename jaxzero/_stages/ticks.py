@@ -9,8 +9,9 @@ micro-batches are in flight, whose saved activations lie in a ring of as many sl
 If a part of a tick has no micro-batch on a stage, it works on the nearest one, and its results are
 dropped. Backward then gets cotangents of zero. Gradients that are not zero nevertheless are masked
 before they are reduced; where stages have padding layers, all gradients are masked. Forward stores
-what it saves in the slot of the nearest micro-batch: the first one overwrites it later, and for the
-last one it is a copy of what the slot holds. So backward reads only of micro-batches that exist.
+what it saves in the slot of that micro-batch: the first micro-batch overwrites its slot when it
+runs, and after the last one the slot gets a copy of what it holds. So backward always reads what
+was saved of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -74,7 +75,8 @@ class Pipeline:
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
         self.outer = {k: before_widening(cut.block, outputs[k]) for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
-        # Values of a backward layer that are zero if its cotangents are zero, and need no mask.
+        # Values of a backward layer that are zero if its cotangents are zero, and so need no mask.
+        # In padding layers they may not be zero.
         self._zeros = set[Value]()
         if cut.backward is not None and not self.layers.has_padding:
             self._zeros = zeros_of_layer(cut.backward, cut.travelling)
@@ -93,11 +95,10 @@ class Pipeline:
         """Run all ticks.
 
         Returns:
-            An array for each output of the program, in order, and a scalar. Gradients are sums over
-            micro-batches: for a stack those of this stage's layers, for another weight this stage's
-            term of the sum over stages. Other outputs are `[microbatches, ...]`, equal on all
-            stages. The scalar is an element of the first message of the last ticks, for which later
-            messages should wait; or None.
+            An array for each output of the program; and an element of the first message of the last
+            ticks, for which later messages should wait, or None. A gradient of a stack is of this
+            stage's layers, one of another weight is this stage's term; both are summed over
+            micro-batches. Other outputs are `[microbatches, ...]`, equal on all stages.
         """
         with at_line_of(self.cut.forward):
             return self._run()
@@ -188,9 +189,7 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run the parts of tick `number` for which flags are true.
-
-        `receive` sends the cotangents to the stage before, ahead of all other parts.
+        """Run the parts of tick `number` whose flags are true; `receive` sends cotangents first.
 
         Returns:
             The state after the tick, and a list of terms to add to each sum of `_no_sums`.
@@ -373,7 +372,8 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` if the condition holds, else `others` and zeros, all of types `like`."""
+        """Return `made()` if the condition holds; else `others`, and zeros for the rest of `like`."""
+        # `like` has a value of the program for each result: its dtype, and the shape of the zeros.
 
         def typed(arrays: list[Any]) -> list[Any]:
             pairs = zip(arrays, like, strict=True)

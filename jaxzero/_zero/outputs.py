@@ -95,8 +95,8 @@ class Outputs:
         """Return whether a leaf may have a value for each row of the batch.
 
         It may if the size of a dim is a multiple of the number of rows (a dim of rows, alone or
-        merged with others). `asked` is the reduction that is given for the leaf: then the answer is
-        False, since devices need not guess how to combine it.
+        merged with others). The answer is False if a reduction `asked` is given for the leaf: then
+        it is known how devices combine it.
         """
         if asked is not None or not self.rows:
             return False
