@@ -311,9 +311,9 @@ class JsonKeys:
             raise ValueError(f"{self._where} lacks {', '.join(missing)}. {self._missing}")
 
     def error(self, key: str, what: str, *, remedy: str | None = None) -> ValueError:
-        """Return the error "`key` in 'path' {what}. {remedy}".
+        """Return an error with the text "`key` in 'path' {what}. {remedy}".
 
-        By default the remedy is that for wrong values.
+        Without `remedy` the text ends with the advice for wrong values that the object was given.
         """
         where = f"`{self._prefix}{key}` in {self._where}"
         return ValueError(f"{where} {what}. {remedy or self._remedy}")

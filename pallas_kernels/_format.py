@@ -45,7 +45,7 @@ KINDS: Mapping[str, CodeKind] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How numbers are written: codes of `kind`, and a scale for each `block` of them.
+    """A format of quantized numbers: codes of type `kind`, and a scale for each `block` of them.
 
     Args:
         kind: kind of the codes. Integers are symmetric; two of 4 bits share a byte.

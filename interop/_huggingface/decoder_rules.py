@@ -220,7 +220,7 @@ _NORMS_OF_HEADS = tuple(
 
 
 def _fixed(*rules: Rule) -> Names:
-    """Return the `Names` of a family whose rules are the same for every config."""
+    """Return the `Names` of a family that has these rules whatever its config says."""
     return Names(lambda config: rules)
 
 

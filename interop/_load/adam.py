@@ -63,8 +63,9 @@ def load_adam(
     devices.
 
     A parameter may have taken fewer steps than others, such as one of a layer that was added late.
-    Each Adam gets the count of its parameters: to keep different counts, give those parameters an
-    Adam of their own (`optax.partition`). Counters of schedules get the largest count.
+    An Adam of optax has one count of steps for all its parameters, which is set to the number of
+    steps that they have taken. To keep different numbers, give parameters with equal numbers an
+    Adam of their own (`optax.partition`). Counters of schedules get the largest number.
 
     The states of `optax.radam`, `optax.yogi` and `optax.adamax` are of Adam's type and are replaced
     as well; `nu` of `adamax` is a maximum, so do not load Adam's into it.

@@ -29,7 +29,7 @@ class Question(NamedTuple):
 
     Attributes:
         name: name of the tensor.
-        steps: steps of the rule that is proposed; None if they need an unknown number of heads.
+        steps: steps of the proposed rule; None if they depend on an unknown number of heads.
         other: steps of the other rule.
         why: what the user has to find out.
     """
@@ -53,10 +53,7 @@ class Layer(NamedTuple):
 def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer | None:
     """Return the layer that a tensor is the weight of; None if it is no weight of a layer.
 
-    Args:
-        name: name of the tensor.
-        shape: its shape.
-        steps: the steps that turn it into a parameter; they tell convolutions from other tensors.
+    The `steps` turn the tensor into a parameter; they tell convolutions from other tensors.
     """
     turns = [each for each in steps if isinstance(each, Transpose)]
     if len(shape) == 2:
@@ -154,7 +151,7 @@ def _first(each: Pair, tensor: Tensor) -> str:
 class _Line:
     """The layers of a checkpoint in the order of definition, as far as the file shows it.
 
-    If names are sorted as text (10 before 2), as in safetensors, numbers at least are put in order.
+    Names that are sorted as text (10 before 2), as in safetensors, are put in order of numbers.
     """
 
     def __init__(self, layers: Mapping[str, Layer], shapes: Mapping[str, tuple[int, ...]]):
@@ -298,10 +295,7 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Return path -> question for norms over a flattened image: scales have its order too.
-
-    Only tensors in `names` are considered; None for all.
-    """
+    """Return path -> question for those norms in `names` (None: all) that are over an image."""
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,
@@ -320,7 +314,11 @@ def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str,
 def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
-    """Return path -> question for queries and keys, if names in checkpoint or model are Meta's."""
+    """Ask whether queries and keys are to be reordered between halves and interleaved pairs.
+
+    There are questions only if names in `shapes` (the checkpoint's) or `paths` (the model's) are
+    Meta's. Return path of a parameter -> question.
+    """
     from_meta, to_meta = is_meta(shapes), is_meta(paths)
     if not from_meta and not to_meta:
         return {}

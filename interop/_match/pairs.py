@@ -82,7 +82,7 @@ class Pair:
     ours: Module
     theirs: Module
     ways: Mapping[str, list[Steps]]  # role -> possible sequences of steps
-    num_rivals: int  # number of other candidates at the beginning
+    num_rivals: int  # how many other modules of the checkpoint could be `theirs` at the beginning
 
     @property
     def doubt(self) -> str | None:
@@ -109,8 +109,13 @@ def pair(
 ) -> tuple[list[Pair], dict[str, tuple[str, ...]]]:
     """Pair modules of the model with modules of the checkpoint, one to one.
 
+    Args:
+        ours: the modules of the model.
+        theirs: the modules of the checkpoint.
+
     Returns:
-        The pairs; and path -> names of candidate tensors, for each parameter without a pair.
+        The pairs; and for the parameters of modules that have no pair a dict: path of the parameter
+        -> names of the checkpoint's tensors that may be its counterpart.
     """
     candidates = _candidates(ours, theirs)
     num_rivals = {mine: len(scores) - 1 for mine, scores in candidates.items()}

@@ -34,14 +34,14 @@ def is_legacy(head: bytes) -> bool:
 
 
 class LegacyFile:
-    """A file in the form before PyTorch 1.6, checked, and the places of its storages.
+    """A reader of a file that PyTorch before 1.6 wrote; the file is checked when it is opened.
 
-    It has the methods of an `Archive`.
+    It finds where the file holds the numbers of each tensor, and has the methods of an `Archive`.
 
     Args:
         file: the file.
-        start: offset of the object in the file, in bytes.
-        length: its size in bytes.
+        start: offset in the file, in bytes, of the first of the five pickles.
+        length: bytes from `start` to the end of the last storage.
         where: name of the file, for messages.
         records: full names of classes that a pickle may name; they are not imported.
 
@@ -75,12 +75,12 @@ class LegacyFile:
             )
 
     def read(self, entry: str) -> bytes:
-        """Return the pickle of the object, which is the only entry to read as a whole."""
+        """Return the pickle of the object; `entry` must be its name in an archive, "data.pkl"."""
         assert entry == "data.pkl", entry
         return self._object
 
     def place(self, entry: str) -> tuple[int, int]:
-        """Return a storage's offset in the file and its size, both in bytes."""
+        """Return the offset in the file and the size, in bytes, of the storage "data/<key>"."""
         return self._places[entry.removeprefix("data/")]
 
     def _pickles(self, descriptor: int, start: int, length: int) -> tuple[list[bytes], int]:

@@ -1,4 +1,4 @@
-"""The cheapest choice of what a program keeps, if each kept byte costs so many seconds."""
+"""Choose most cheaply what a program keeps for backward, given seconds as the price of a byte."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Point(NamedTuple):
     """The figures of one choice, for one device and one micro-batch.
 
     Attributes:
-        num_bytes: kept from forward to backward.
-        seconds: predicted, to repeat operations in backward.
-        working: bytes of all values that backward reads of one layer, kept or repeated.
+        num_bytes: bytes kept from forward to backward.
+        seconds: the predicted time in which backward repeats operations of forward.
+        working: bytes of all values that backward reads of one layer, kept or recomputed.
     """
 
     num_bytes: int
@@ -46,13 +46,13 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What a program keeps, and that program.
+    """A choice of what a program keeps from forward to backward, and the rewritten program.
 
     Attributes:
         emit: makes the program in which forward and backward do as chosen.
-        choices: the parts of forward, and what was chosen for each.
+        choices: the parts of forward, each with what it keeps and what backward repeats.
         in_host: the kept values that are in host memory between forward and backward.
-        frontier: computes the points that other budgets give, that of the fewest bytes first.
+        frontier: computes the figures of the choices for other budgets, fewest bytes first.
     """
 
     emit: Callable[[], Block]
@@ -62,7 +62,7 @@ class Chosen:
 
     @functools.cached_property
     def block(self) -> Block:
-        """The program."""
+        """The program that `emit` makes, made once."""
         return self.emit()
 
     @functools.cached_property
@@ -72,19 +72,19 @@ class Chosen:
 
     @property
     def seconds(self) -> float:
-        """How long it takes to repeat operations, by the cost model."""
+        """The time to repeat operations in backward, by the cost model."""
         seconds = (part.seconds_of(x) for part, choice in self.choices for x in choice.repeated)
         return sum(seconds, 0.0)
 
     @property
     def seconds_in_all(self) -> float:
-        """How long it takes to repeat operations, and to copy what is kept."""
+        """The time to repeat operations in backward, and to copy what is kept."""
         kept = (part.seconds_to_keep(x) for part, choice in self.choices for x in choice.kept)
         return self.seconds + sum(kept)
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """All values that are kept, in host memory or recomputed, in program order."""
+        """All values that are kept on the device, kept in host memory, or recomputed, in order."""
         return tuple(
             x for part, choice in self.choices for x in residuals_of(part, choice, self.in_host)
         )
@@ -97,7 +97,16 @@ class Chosen:
 
 
 class PricedProgram:
-    """A program, and the cheapest choice for each price of a kept byte."""
+    """A program, for which `at` finds the cheapest choice at any price of a kept byte.
+
+    Args:
+        block: the joint program of forward and backward.
+        weights: the inputs that are weights.
+        results: the outputs that are no gradients: operations up to their last maker are forward.
+        layer_sets: with pipeline stages, as in `choose_activations`, and choices are for loops
+            only. None: no stages, and operations outside of loops have choices too.
+        token_parts: the number of devices that share each row, as in `Part`.
+    """
 
     def __init__(
         self,
@@ -123,12 +132,12 @@ class PricedProgram:
         self.outside |= {x: Cost(0, bytes_of(x) / RATES.local) for x in self.weights}
 
     def at(self, price: float, link: float = 0.0, keep: Collection[Value] = ()) -> Chosen:
-        """The cheapest choice if a byte that is kept costs `price` seconds.
+        """Return the cheapest choice if a byte that is kept costs `price` seconds.
 
         Args:
             price: the price of a byte, in seconds.
-            link: the share of the products' time in forward beside which copies to host memory may
-                run, from 0 to 1.
+            link: the share of the time of forward's matrix products during which the link to host
+                memory may carry copies, from 0 to 1.
             keep: values that are kept at no price.
         """
         end = self._end(self.block)
@@ -167,18 +176,23 @@ class PricedProgram:
         times: int = 1,
         link: float = 0.0,
     ) -> tuple[Block, list[tuple[Part, Choice]], set[Value]]:
-        """A block whose loops keep what is cheapest, the choices, and what is in host memory.
+        """Choose for each loop of a block what it keeps, and rewrite the block accordingly.
 
         Args:
-            block: the program, or a joined trip of its loops over layers.
-            end: how many of its operations are forward.
-            outside: what its values cost if backward reads them and does not do so anyway.
-            price: of a byte.
+            block: the program; or one layer's forward and backward, which `inner_loops.joined` has
+                made one block, to choose for the loops inside of the layer.
+            end: the number of the block's first operations that are forward.
+            outside: for each value of the block outside of its loops, what it costs to keep the
+                value, or make it again, for a backward loop that would not read it otherwise.
+            price: seconds that a kept byte costs.
             keep: values that are kept at no price.
-            results: its outputs that are kept whatever is chosen.
-            weights: its values that are weights, or views of one.
+            results: outputs of the block that are kept whatever is chosen.
+            weights: values of the block that are weights, or views of weights.
             times: how often the block runs.
             link: as for `at`.
+
+        Returns:
+            The new block; each part of forward with its choice; and the values in host memory.
         """
         choices, done, in_host = [], set(), set()
         while pair := self._next_pair(block, end, results, done):
@@ -200,14 +214,14 @@ class PricedProgram:
         weights: Collection[Value],
         times: int,
     ) -> tuple[loops.Pair, list[tuple[Part, Choice]]]:
-        """Choose for a pair, and for the loops inside of its bodies.
+        """Choose what a forward loop and the loops inside of it keep for their backward loops.
 
         Where backward repeats a loop inside as a whole, that loop does not also repeat parts of
         itself in its backward loop, unless what it would stack up for one layer costs more.
 
         Returns:
-            The pair, with the loops inside rewritten, and the choices, that of the pair's body
-            last.
+            The pair, with the loops inside rewritten; and each part with its choice, the last of
+            which is for the body of the pair's forward loop.
         """
         stacks = {*loops.stacked_values(pair.forward), *self._stack_of.items()}
         keep = {*keep, *(x for x, stack in stacks if stack in keep)}
@@ -239,7 +253,7 @@ class PricedProgram:
     def _outside_of_loops(
         self, block: Block, counted: Collection[Value]
     ) -> tuple[unrolled.Forward, Part]:
-        """The part outside of loops; that of the program as traced is made once for all prices."""
+        """Return the part outside of loops; for the traced program, one part serves all prices."""
         if block is self.block and self._unrolled is not None:
             return self._unrolled
         forward = unrolled.Forward(block, self.weights, self._end(block), counted)
@@ -250,7 +264,7 @@ class PricedProgram:
         return outside
 
     def _bound(self, block: Block) -> list[Operation]:
-        """The operations of a block that are never repeated."""
+        """Return the operations of a block that are never repeated."""
         for x in block.operations:
             if x not in self._is_bound:
                 self._is_bound[x] = _is_bound(x)
@@ -258,7 +272,7 @@ class PricedProgram:
 
     @functools.cached_property
     def pairs(self) -> list[loops.Pair]:
-        """The pairs of the program as traced, which are the same for all prices."""
+        """The pairs of forward and backward loops in the traced program, equal for all prices."""
         return loops.find_pairs(self.block, self._end(self.block), self.block.outputs)
 
     def _next_pair(
@@ -269,13 +283,13 @@ class PricedProgram:
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
-        """How many operations are forward: up to the one that makes the last of the results."""
+        """Return how many operations are forward: up to the maker of the last of the results."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
 
 
 def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Value, Cost]:
-    """What it costs to keep each value that operations make, if they run `times` times."""
+    """Return what it costs to keep each value that operations make, if they run `times` times."""
     costs: dict[Value, Cost] = {}
     for operation in operations:
         # To keep a view is to keep what it is a view of, where that has fewer bytes.
@@ -288,9 +302,10 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Seconds to repeat, and the price of the bytes that are held.
+    """Return the seconds of repeated operations, and of held bytes at their price.
 
-    Those are what the last part keeps, and what loops that are repeated as a whole stack up.
+    Held are the values that the last part keeps, and the stacks of loops that backward repeats as a
+    whole.
     """
     part, choice = choices[-1]
     kept = [x for x in choice.kept if x not in keep]
@@ -300,7 +315,7 @@ def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection
 
 
 def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
-    """Bytes of what loops that backward repeats as a whole stack up for one layer at a time."""
+    """Return the bytes of one layer's stacks from inner loops that backward repeats as a whole."""
     return sum(
         bytes_of(x) // part.token_parts
         for part, choice in choices
@@ -312,14 +327,14 @@ def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
-    """The choice for a loop inside without what it keeps, which the loop around it counts."""
+    """Return an inner loop's choice without the kept values, which the loop around it counts."""
     repeated = {x for operation in choice.repeated for x in operation.outputs}
     wanted = [x for x in part.wanted if x in repeated]
     return dataclasses.replace(part, wanted=wanted), Choice([], choice.repeated)
 
 
 def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[Value]:
-    """The values of a pair that go to host memory: the largest, as far as the link is idle.
+    """Return the values of a pair that go to host memory: the largest, as far as the link is idle.
 
     A copy begins when its value is made, and is waited for at the end of the layer: it is hidden
     behind the products in between.
@@ -343,7 +358,7 @@ def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[
 
 
 def _is_bound(operation: Operation) -> bool:
-    """Whether an operation is never repeated, for its side effects or its unknown cost.
+    """Return whether an operation is never repeated, for its side effects or its unknown cost.
 
     True of effects, calls of Python, collectives, barriers, copies between device and host,
     operations that make tokens or references, and kernels and `while` loops of unknown cost.

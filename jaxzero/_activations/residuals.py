@@ -1,4 +1,4 @@
-"""What backward reads of forward, to be printed."""
+"""Describe the residuals of a program: what forward makes for backward, and how each is held."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class Residual:
     """A value that forward makes, and that backward reads or computes again.
 
     Attributes:
-        shape: the shape of the value on one device, as if it held its rows alone; in a loop that
-            of one layer.
+        shape: the shape of the value on one device, of its own rows with all tokens; in a loop,
+            the shape of one layer's value.
         dtype: the dtype of the value.
-        layers: how many such values there are: iterations of the loops around it, 1 without.
-        num_bytes: the bytes of all of them on one device.
-        where: file, line and function that made it.
+        layers: how many iterations the loops around the value have, each of which makes one; 1
+            outside of loops.
+        num_bytes: the bytes of the values of all layers on one device.
+        where: file, line and function of the operation that makes the value.
         action: whether it is kept, recomputed in backward, or kept in host memory.
-        flops: floating-point operations of the matrix products that recompute it, in all layers. A
-            product that several residuals need counts for the first of them.
+        flops: floating-point operations of the matrix products that recompute the value, in all
+            layers. A product that several residuals need counts for the first of them.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +41,7 @@ class Residual:
 
 
 def kept_bytes(residuals: Iterable[Residual], action: str = "keep") -> int:
-    """Bytes of the residuals of one action, on one device."""
+    """Return the bytes on one device of the residuals whose action is `action`."""
     return sum(x.num_bytes for x in residuals if x.action == action)
 
 
@@ -53,7 +54,10 @@ def by_kind(residuals: Iterable[Residual]) -> list[list[Residual]]:
 
 
 def described(alike: Sequence[Residual]) -> tuple[str, ...]:
-    """A printed row for residuals of one kind: action, array, bytes, FLOPs to recompute, line."""
+    """Return the cells of a printed row for residuals of one kind (see `by_kind`).
+
+    They are the action, the array, its bytes, the FLOPs to recompute it, and its line of code.
+    """
     first, layers = alike[0], sum(x.layers for x in alike)
     array = f"{first.dtype}{list(first.shape)}{f' x{layers}' if layers > 1 else ''}"
     size = readable_bytes(sum(x.num_bytes for x in alike))
@@ -61,7 +65,7 @@ def described(alike: Sequence[Residual]) -> tuple[str, ...]:
 
 
 def described_total(residuals: Sequence[Residual]) -> str:
-    """The bytes of each action, and the products of what is recomputed, for one micro-batch."""
+    """Return a line with the bytes kept, in host memory and recomputed, for one micro-batch."""
     parts = [
         f"{readable_bytes(kept_bytes(residuals, action))} {done}"
         for action, done in _DONE.items()
@@ -76,7 +80,7 @@ def _products(residuals: Iterable[Residual]) -> str:
 
 
 def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
-    """The values that a part keeps, and those that backward reads of it and recomputes."""
+    """Yield a residual for each value that a part of forward keeps, or that backward recomputes."""
     makers = {x: operation for operation in part.operations for x in operation.outputs}
     repeated = {*choice.repeated}
     flops = _flops_by_residual(part, choice)
@@ -98,7 +102,7 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
 
 
 def _flops_by_residual(part: Part, choice: Choice) -> dict[Value, int]:
-    """The FLOPs to recompute each residual, of operations that no residual before it needed."""
+    """Return the FLOPs to recompute each residual; an operation counts for its first residual."""
     makers = {x: operation for operation in choice.repeated for x in operation.outputs}
     left, flops = {*choice.repeated}, {}
     wanted = {*part.wanted}

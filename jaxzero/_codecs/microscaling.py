@@ -77,7 +77,7 @@ class MXFloat8(BlockCodec):
 
     @property
     def _largest_exponent(self) -> int:
-        """The exponent of the largest element."""
+        """The exponent of the largest finite value of `dtype`: 8 or 15."""
         return int(np.floor(np.log2(self._limit)))
 
     def quantize(
@@ -108,7 +108,11 @@ class MXFloat8(BlockCodec):
         return x_kb * scale_k[..., None]
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Return half a step between elements, or the excess over the largest, times the scale."""
+        """Return the largest error of each number of `x` when it is decoded.
+
+        It is half the distance of neighbouring elements at the number's size, times the block's
+        scale. A number above the largest element times the scale is off by the excess.
+        """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         largest, info = self.largest(near), jnp.finfo(self.dtype)
         exponent = np.frexp(np.where(np.isfinite(largest), largest, 0.0))[1] - 1
@@ -192,9 +196,11 @@ class NVFloat4(BlockCodec):
         return _from_codes(codes_kb) * (scale_k * row_scale[..., None])[..., None]
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Return half a step between elements, or the excess over the largest, times the scale.
+        """Return the largest error of each number of `x` when it is decoded.
 
-        A block's scale is rounded too, by up to 1/16 of it, or 2**-10 of the message's scale.
+        It is half the distance of neighbouring elements at the number's size, times the block's
+        scale. A number above the largest element times the scale is off by the excess. The scale
+        is rounded too, by up to 1/16 of it, or 2**-10 of the message's scale.
         """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         largest = self.largest(near)
@@ -214,7 +220,7 @@ class NVFloat4(BlockCodec):
 
 
 def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """Return the scale of a message with this largest number, rounded up to 16 significant bits."""
+    """Return a message's scale from its largest number, rounded up to 16 significant bits."""
     exact = largest * kernels.not_above(1 / (_LIMIT * _SCALE_LIMIT))
     bits = lax.bitcast_convert_type(jnp.maximum(exact, _LEAST_ROW_SCALE), jnp.uint32)
     bits = (bits + jnp.uint32(0xFF)) & jnp.uint32(0xFFFFFF00)

@@ -35,7 +35,7 @@ from .ledger import Transfer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MessageForm:
-    """How the arrays of collectives are shaped.
+    """The shape in which arrays are sent by collectives, and which of them share a message.
 
     Attributes:
         tiled: whether each leaf is sent alone, in a shape whose minor dims fill tiles, and floats
@@ -74,7 +74,7 @@ class MessageForm:
             shape: the leaf's shape; its shards along `dim` are contiguous if all dims before it are
                 1.
             dim: the split dim.
-            num_bytes: its bytes on the larger side of the collective.
+            num_bytes: the leaf's bytes on the larger side of the collective.
         """
         limit = self.copy_below_bytes
         return limit is None or num_bytes < limit or math.prod(shape[:dim]) != 1
@@ -252,7 +252,7 @@ class CommSpec:
         return codec
 
     def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """Return `suitable(...)`, but None if the codec takes as many bits as `dtype`, or more.
+        """Return what `suitable` returns, but None for a codec of as many bits as `dtype`, or more.
 
         Weights are not summed, so wider messages would not make them more precise.
         """
@@ -329,12 +329,12 @@ class ReduceSpec:
         return tuple(shape)
 
     def is_joined(self, axis: str, comm: CommSpec) -> bool:
-        """Return whether the gradient shares its message over `axis` with others (`MessageForm`).
+        """Return whether the gradient shares its message over `axis` with other gradients.
 
-        After the first axis, a quarter of the limit is enough for a gradient to be sent alone: a
-        joined message needs the sums over the previous axis of all its gradients, so those that
-        arrive first are held until the last (0.25 GiB in a layer of Llama-7B). Gradients with a
-        codec of few bits are always joined: encoding writes into the message, without a copy.
+        Gradients with a codec of few bits always do: encoding writes into the message, without a
+        copy. For other gradients `MessageForm.copies` decides, after the first axis with a quarter
+        of its limit. There a joined message waits for the sums of all its gradients over the axis
+        before, which are held meanwhile (0.25 GiB in a layer of Llama-7B).
         """
         codec = self.codec(axis, comm)
         if codec is not None and not isinstance(codec, Cast):
@@ -374,7 +374,7 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 
 
 def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
-    """Describe a bucket's gradients as one, `[devices, m]`; None if they are reduced apart."""
+    """Return the spec of a bucket's gradients as one, `[devices, m]`; None to reduce them apart."""
     axes, first = reduce_axes(specs, comm), specs[0]
     if len(specs) < 2 or comm.form.tiled or any(x.dtype != first.dtype for x in specs):
         return None

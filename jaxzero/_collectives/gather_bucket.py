@@ -80,7 +80,11 @@ class GatherBucket:
         return GatherBucket(data, tuple(known), self.positions)
 
     def renumbered(self, numbers: Sequence[int]) -> GatherBucket:
-        """Return this bucket with each position `i` replaced by `numbers[i]`."""
+        """Return this bucket with each index `i` in `positions` replaced by `numbers[i]`.
+
+        This is for a bucket packed from weights of another bucket: `numbers` are the positions of
+        these weights among all weights.
+        """
         return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
 
     def unpack(self) -> list[EncodedShards]:

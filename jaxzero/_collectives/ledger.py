@@ -144,8 +144,11 @@ class Ledger:
             axis: the mesh axis or axes.
             dtype: dtype on the wire.
             num_bytes: as in `Transfer`.
-            shares: bytes of each leaf in a row of a message for several leaves.
-            forms: the codec of each leaf, or its dtype; none: `dtype`.
+            shares: for a message with several leaves, the bytes of each leaf in one of the
+                message's rows, in the order of the label's names; they divide `num_bytes` between
+                the leaves. Empty for a message with one leaf.
+            forms: what the numbers of each leaf are sent as, its codec or its dtype; empty: all
+                are sent in `dtype`.
         """
         axes = tuple(a for a in ((axis,) if isinstance(axis, str) else axis) if self.sizes[a] > 1)
         if not axes:
@@ -323,7 +326,7 @@ def current_ledger() -> Ledger | None:
 def note(
     collective: str, axis: Axes, x: Any, shares: tuple[int, ...] = (), forms: Sequence[Any] = ()
 ) -> None:
-    """Record a collective on `x` in the current ledger, if there is one."""
+    """Record a collective on `x` by `Ledger.note`, if there is a current ledger."""
     ledger = _ledger.get()
     if ledger is not None:
         ledger.note(collective, axis, x.dtype, x.size * x.dtype.itemsize, shares, forms)

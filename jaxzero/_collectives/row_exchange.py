@@ -241,7 +241,15 @@ class RowExchange:
     def _owned(
         self, ids: Int32[Array, ...], clips: bool
     ) -> tuple[Int32[Array, ...], Bool[Array, ...]]:
-        """Return the index of each id in this device's shard, and whether the shard has it."""
+        """Return where this device's shard has the row of each id, and whether it has that row.
+
+        `clips` says that an id out of bounds of the table stands for the nearest row; otherwise no
+        shard has it.
+
+        Returns:
+            The row's index in the shard, which means nothing if the shard lacks the row; and True
+            if the shard has the row.
+        """
         num = self.shape[0]
         if clips:
             ids = jnp.clip(ids, 0, num - 1)

@@ -63,11 +63,14 @@ def with_rows(
     comm: CommSpec,
     divides: bool,
 ) -> tuple[Block, Any, Parameters]:
-    """Rewrite a program so that devices exchange rows of tables, where that is fewer bytes.
+    """Rewrite a program so that devices exchange rows of tables, where that sends fewer bytes.
+
+    A weight that has other uses than lookups is gathered for them. Its lookups read a *twin*: a
+    further leaf of the program that holds the same weight, and whose rows are sent.
 
     Args:
         block: the traced program.
-        shapes: the shapes of its outputs, as in `plan_program`.
+        shapes: the shapes of the program's outputs, as in `plan_program`.
         parameters: the leaves.
         microbatches: the number of micro-batches; if several, their index is the first input.
         comm: mesh axes, codecs and schedule.
@@ -95,8 +98,8 @@ def with_rows(
             looked_up = with_lookups(program[0], weights, gradients)
             tables = find_tables(looked_up, weights, gradients)
         moved, chosen = _choose(tables, program[2], microbatches, comm, as_means)
-        # Twins that do not pay are left out. The others then have other indices, so all are chosen
-        # again.
+        # Twins that do not pay are left out. This changes the indices of the remaining twins, so
+        # the choice is repeated.
         left = [x for i, x in enumerate(twins, len(parameters.leaves)) if i in chosen]
         if left == twins:
             block, shapes, parameters = program
@@ -125,7 +128,8 @@ def _candidates(
     """Find the weights whose rows can be sent, and the outputs that are their gradients.
 
     Returns:
-        The index of the leaf, for each such weight; and the same, for the index of each output.
+        A dict from each such weight to the index of its leaf; and a dict from the index of each
+        output that is the gradient of one to the index of the leaf.
     """
     values = block.inputs[first : first + len(parameters.leaves)]
     weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
@@ -143,7 +147,7 @@ def _with_twins(
     weights: Mapping[Value, int],
     first: int,
 ) -> tuple[Block, Any, Parameters]:
-    """Add twins, as the last leaves, to a program, its shapes and its parameters; return these."""
+    """Return the program, its shapes and its parameters with twins (see `with_rows`) added last."""
     if not twins:
         return block, shapes, parameters
     loss, weight, gradients, others = shapes
@@ -173,8 +177,8 @@ def _choose(
     """Choose the tables whose rows are sent.
 
     Returns:
-        For each table, by index of the leaf: its line in the plan; and the functions that read and
-            add its rows.
+        Two dicts by index of the leaf: the table's line in the plan; and the functions that read
+            and add its rows.
     """
     num = len(parameters.leaves) - len(parameters.twins)
     moved, chosen = {}, {}

@@ -23,13 +23,13 @@ HOST = "pinned_host"
 
 
 def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
-    """Return the structs with their shardings moved to the abstract mesh, and with memory kinds.
+    """Return structs whose shardings are on the abstract mesh, and name a kind of memory.
 
     Args:
         tree: a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s.
-        memory_kinds: a tree prefix of `"pinned_host"`, `"device"` or None, which keeps the
-            kind of the sharding. A sharding on devices of a topology has none, whatever it was
-            made with.
+        memory_kinds: the kind for each leaf, as a tree prefix of `"pinned_host"`, `"device"` or
+            None. None keeps the kind of the leaf's sharding. On devices of a topology a sharding
+            has no kind, even if it was made with one.
 
     Raises:
         ValueError: a leaf has no `NamedSharding`.

@@ -23,14 +23,14 @@ _AGAIN = "rematted_computation"  # the scope of `jax.checkpoint`
 
 @dataclasses.dataclass(frozen=True)
 class GatheredExperts:
-    """Gathered experts, with the bytes of gathering them and of sending tokens instead.
+    """Experts that are gathered, and the bytes of gathering them and of sending tokens instead.
 
     Attributes:
         names: the names of the leaves.
         weights: bytes that enter a device over `local` in a step for the gathers of these leaves
             and the reductions of their gradients.
-        tokens: bytes that would enter it for tokens and results with `jz.Ungathered`, forward and
-            backward.
+        tokens: bytes that would enter a device over `local` in a step with `jz.Ungathered`: those
+            of tokens and results, forward and backward.
     """
 
     names: tuple[str, ...]

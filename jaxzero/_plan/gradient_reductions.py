@@ -47,7 +47,7 @@ from .param_uses import BlockUses
 
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
-    """Where a block reduces gradients; an operation is given by its index."""
+    """The places where a block reduces gradients; integers are indices of operations or outputs."""
 
     reduces: dict[Value, ReduceSpec]  # values reduced as soon as they are made
     on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
@@ -58,7 +58,7 @@ class BlockGradients:
 
 
 class _Gain(enum.IntEnum):
-    """What is gained by reducing an operation's input instead of its output, in ascending order."""
+    """The gain of reducing an operation's input instead of its output; larger values gain more."""
 
     NONE = 0  # nothing: reduce above it
     CHEAPER = 1  # bytes: the input is narrower
@@ -179,7 +179,7 @@ class _Search:
         return self._sums[index]
 
     def _starts_sum(self, atom: Atom) -> bool:
-        """Return whether a sum of shards can start from `atom`: from zero, or another such sum."""
+        """Return whether a sum of shards can start from `atom`: zero, or another sum of shards."""
         if self._is_zero(atom):
             return True
         index, operation = (
@@ -213,7 +213,10 @@ class _Search:
         return terms, additions
 
     def _gain(self, value: Value, layout: DimSharding) -> _Gain:
-        """Return the gain of reducing the inputs of `value` instead; `layout` is its split."""
+        """Return the gain of reducing the inputs of `value`'s operation instead of `value`.
+
+        `layout` is the split of the reduced `value`.
+        """
         if value not in self.maker or not self.only_use(value):
             return _Gain.NONE
         _, operation = self.maker[value]
@@ -240,7 +243,7 @@ class _Search:
 
 
 def _most_at_once(body: Block, carried: CarriedSum) -> int:
-    """Return the bytes of a sum's largest term, where a stack of an inner loop is one layer."""
+    """Return the bytes of a sum's largest term; of a stack from an inner loop, one layer counts."""
     layers: dict[Value, int] = {}
     for operation in body.operations:
         source = operation.source
@@ -269,7 +272,7 @@ def _narrows(operation: Operation) -> bool:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """Return the input to reduce instead of the output, and its layout; None if none can be."""
+    """Return the input that can be reduced in place of the output, and its layout; else None."""
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

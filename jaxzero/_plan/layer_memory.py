@@ -40,15 +40,15 @@ _LOOP_WORK_PER_BYTE = 4 * WORK_PER_BYTE
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Where messages are sent in a layer, so that they do not add to its peak of memory.
+    """The places in a layer where messages are sent, so that they do not add to its memory peak.
 
     Attributes:
-        gather_after: the operation before which the weights of the next layer are gathered over the
-            last axis. None if too little is computed after the peak to overlap with, or if the
-            layer has no matrix products, so that it is not known how much.
-        reduce_before: the operation before which the previous layer's gradients are reduced over
-            the first axis, and a value: nothing reads it before they are reduced. None: at any
-            time.
+        gather_after: the index of an operation after the peak. The weights of the next layer are
+            gathered over the last axis just before it. None if the layer computes too few matrix
+            products after the peak for the gather to overlap with.
+        reduce_before: an operation's index and a value. The previous layer's gradients are reduced
+            over the first axis just before the operation, and operations that read the value wait
+            for that reduction. None if the reduction may run at any time.
     """
 
     gather_after: int | None
@@ -64,7 +64,7 @@ class LayerMemory:
     Args:
         block: the body of a loop, or a program.
         uses: the uses of weights in it.
-        gradients: values that are reduced. Nothing else may be tied to them.
+        gradients: the values that are reduced; none of them may be the value of `reduce_before`.
     """
 
     def __init__(self, block: Block, uses: BlockUses, gradients: Container[Value]):
@@ -89,7 +89,7 @@ class LayerMemory:
         operations around it.
 
         Args:
-            reduces: the gradients of the block.
+            reduces: the groups of gradients that the block reduces.
             starts: the first operation of each layer of a program; None: the block is the body of
                 a loop, and so one layer.
         """
@@ -147,7 +147,7 @@ class LayerMemory:
         """Find the costly operations of a layer that operation `at` depends on, the last one first.
 
         Returns:
-            For each, the index of the operation after it, and its output.
+            For each of them, the index of the next operation of the layer, and its own output.
         """
         candidates = []
         operations = self._block.operations
@@ -183,15 +183,16 @@ def _num_bytes(groups: Sequence[ReduceGroup]) -> int:
 
 
 def work_done(block: Block) -> np.ndarray:
-    """Return, for each operation, the multiplications from the start of the block to its end."""
+    """Return, for each operation, the multiplications from the block's start up to its end."""
     return np.cumsum([operation.products for operation in block.operations])
 
 
 def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) -> Value | None:
-    """Return the first float output of a matrix product at which `share` of a body's work is done.
+    """Return the first matrix product's output that exists once `share` of a body's work is done.
 
-    None if there is none. Skipped are values that no array of the running program stands for:
-    gradients that are reduced, results computed on shards, and views of weights.
+    None if there is none. The output must hold floats. Values that are no arrays of the running
+    program are skipped: gradients that are reduced, results computed on shards, and views of
+    weights.
 
     Args:
         plan: the plan of the body.

@@ -73,9 +73,9 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A place that needs `view` in full: the operation `index`.
+    """A place in a block where a view of a weight is needed in full: the operation `index`.
 
-    If `index` is the number of operations, the outputs of the block need it.
+    If `index` is the number of operations, the outputs of the block need the view.
     """
 
     index: int
@@ -235,9 +235,9 @@ class _UseFinder:
     def _views_of_stacked_outputs(
         self, loop: Loop, inside: Mapping[Atom, View], stacks: tuple[Stack, ...]
     ) -> frozenset[int]:
-        """Find outputs of a loop in which the body's views of scanned layers are stacked up.
+        """Find the stacked outputs of a loop whose rows are views of the layers that it scans.
 
-        Each is registered as a view of the stack of weights, so that it need not be computed.
+        Each such output is registered as a view of the stack of weights, and so is not computed.
 
         Returns:
             The indices of these outputs.

@@ -56,22 +56,25 @@ Entry = tuple[Key, int]  # the value of iteration `t - lag` that tick `t` finds
 
 
 def shards(weight: ShardedParam) -> Key:
-    """Return the key of the shards of a weight, or of its node slice if that is kept."""
+    """Return the key of the shards of a weight; with hpZ, of the node slice that is kept."""
     return "shards", weight
 
 
 def message(group: int) -> Key:
-    """Return the key of the message of a group of weights, before and after each axis."""
+    """Return the key of the encoded weights of a gather group, from `Encode` over each `Send`.
+
+    The message keeps this key whichever axes it has been sent over.
+    """
     return "message", group
 
 
 def gradient(group: int) -> Key:
-    """Return the key of the bucket of a group of gradients, before and after each axis."""
+    """Return the key of the bucket of a reduce group, whichever axes it has been reduced over."""
     return "gradient", group
 
 
 def row(stack: int) -> Key:
-    """Return the key of a row that is copied from host memory, of the program's stack `stack`."""
+    """Return the key of one layer of the stack numbered `stack`, copied from host memory."""
     return "row", stack
 
 
@@ -81,7 +84,10 @@ def output(number: int) -> Key:
 
 
 def state(number: int) -> Key:
-    """Return the key of an updated leaf's layers, and its optimizer state's, on the device."""
+    """Return the key of what an update reads from host memory: a layer of leaf and state.
+
+    `number` is the index of the output that is the leaf's gradient.
+    """
     return "state", number
 
 

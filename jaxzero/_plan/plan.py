@@ -57,7 +57,8 @@ class MovedRows:
         num: rows that a device reads in a micro-batch.
         rows: bytes that enter a device over each axis in a micro-batch, ids included.
         weight: bytes that would enter if the table were gathered and its gradient reduced.
-        is_mean: whether the program leaves the mean of its gradient; otherwise the sum.
+        is_mean: whether the program returns the mean over devices of the table's gradient;
+            otherwise it returns the sum.
         is_alone: whether the table is looked up only, and not gathered for other uses too.
     """
 
@@ -85,7 +86,8 @@ class MovedRows:
 class Plan:
     """Everything that one training step gathers, reduces and copies, in program order.
 
-    With several micro-batches, `top` and `steps` are those of one of them.
+    `top` is the plan of the program, with the plans of its loops inside; `steps` lists its messages
+    and copies, as they are printed. With several micro-batches, both are for one of them.
     """
 
     top: BlockPlan
@@ -99,15 +101,15 @@ class Plan:
     microbatches: int = 1  # in a step
     rows: tuple[MovedRows, ...] = ()  # tables that are not gathered for lookups
     stages: tuple[str, ...] = ()  # lines about pipeline stages, if there are any
-    # With hpZ and several micro-batches, `top` and `steps` are those of the first, which keeps node
-    # slices. This is the plan of the others, which gather from the slices.
+    # With hpZ and several micro-batches, `top` and `steps` are for the first one, which keeps node
+    # slices. `later` is the plan of each of the others, which gather from the slices.
     later: BlockPlan | None = None
     # What forward keeps for backward.
     activations: Chosen | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """What backward reads of forward, and how each is kept; empty if nothing was chosen."""
+        """The values that backward reads of forward, kept or recomputed; empty without a choice."""
         return self.activations.residuals if self.activations else ()
 
     @property

@@ -83,15 +83,16 @@ class Candidate:
 
     @property
     def activation_budget(self) -> int | None:
-        """Bytes of activations that a device may keep; None: all that the loss keeps."""
+        """The bytes of activations that a device may keep; None if they are not limited."""
         return self.config.activations.budget_bytes if self.config.activations else None
 
     @property
     def program(self) -> tuple[Candidate, bool]:
-        """A key, equal for candidates whose programs of the gradients are equal by construction.
+        """A key of the program of gradients: candidates with equal keys have equal programs.
 
-        How nodes exchange parameters in local steps does not change the program of a node's step.
-        Nor does the place of the optimizer state, which the program does not read.
+        It is the candidate without the parts that do not change the program, and whether the
+        program is of one node (with local steps). Such parts are how nodes exchange parameters, and
+        where the optimizer state is, which the program does not read.
         """
         offload = self.offload if self.has_host_arrays else ""
         config = dataclasses.replace(self.config, offload=_OFFLOAD[offload])

@@ -79,7 +79,7 @@ _ALL = _EXPOSED | _TOTAL | _COMPUTE | _SECONDS
 
 
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, ...]:
-    """Return the features of the time of a plan's proxy.
+    """Return the features from which the time of a plan's proxy is predicted.
 
     They come in four groups, by unit: the times that may overlap (features of `e`), `m`, `b c`, and
     seconds.
@@ -130,7 +130,7 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Return features of how much longer a full compile's program takes than a proxy's.
+    """Return the features that predict how much longer a plan's full program takes than its proxy.
 
     They are in units of `b c`.
     """
@@ -148,7 +148,7 @@ class Durations:
     """A model of the seconds that each plan's gradients take, which learns from compiled programs.
 
     Args:
-        bounds: the bounds of all plans. A plan's number is its place among them.
+        bounds: the lower bounds of each plan. Methods name a plan by its index in this mapping.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
@@ -170,12 +170,16 @@ class Durations:
         return len(self._names)
 
     def _x(self, slower: float, numbers: Sequence[int], is_full: bool) -> tuple[np.ndarray, ...]:
-        """Return the features of `t / m - 1`, `[plans, features]`, and `m`, `[plans]`.
+        """Return `x`, `[plans, features]`, and `m`, `[plans]`, for the regression of the times.
+
+        A program's seconds are predicted as `m * (1 + x @ weights)`, with the weights that a
+        `Regression` has learned. `m` is the longest of the plan's least times (see the module).
 
         Args:
-            slower: the value of `b`.
+            slower: `b`, the factor by which a device computes longer than its matrix products take
+                at the least.
             numbers: the numbers of the plans.
-            is_full: whether programs are compiled in full, and not as proxies.
+            is_full: True for programs that are compiled in full, False for proxies.
         """
         times = self._bounds[numbers] * [slower, 1.0, 1.0]
         longest = np.max(times, axis=1)
@@ -198,7 +202,7 @@ class Durations:
             self._likely[i] += regression.observe(x, seconds / longest - 1) - np.log(longest)
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Draw the seconds that full compiles of plans may predict, `[draws, plans]`.
+        """Draw samples of the seconds that full compiles of plans may predict, `[draws, plans]`.
 
         Args:
             numbers: the numbers of the plans.

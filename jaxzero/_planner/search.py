@@ -232,13 +232,13 @@ class Search:
         return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
-        """Return True if a plan has a program, or may fit and have a value below `least`."""
+        """Return True if a plan is compiled already, or may fit and have a value below `least`."""
         if row.stage != "bound":
             return True
         return bool(self.value(row)[0] < least) and not self.why_too_large(row)
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
-        """Draw what full compiles of plans may say: values and bytes, both `[draws, plans]`.
+        """Draw samples of what full compiles may find: values and bytes, both `[draws, plans]`.
 
         A value is the logarithm of what is minimised, or infinite where the plan does not fit.
         """
@@ -254,7 +254,9 @@ class Search:
     ) -> Iterator[tuple[PlanRow, Callable[[], Compiled]]]:
         """Compile plans at the same time; yield each row, with a function to get its result.
 
-        The function returns the compiled program, or raises the compile's error.
+        The function returns the compiled program, or raises the compile's error. With `is_proxy`
+        the programs lack the fused kernels for softmax and RMS norm; otherwise they are compiled in
+        full.
 
         XLA uses one core for most of a compile, and does not hold Python's lock. If a program has
         arrays in host memory, plans are compiled one by one when their functions are called: such a
@@ -277,7 +279,7 @@ class Search:
         return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
 
     def _is_new(self, row: PlanRow) -> bool:
-        """Lower a plan; discard it, and return False, if that fails or its program is known."""
+        """Lower a plan; discard it and return False on an error or for a known program."""
         assert self.compiler is not None
         try:
             key = self.compiler.key(row.candidate)

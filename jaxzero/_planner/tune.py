@@ -194,11 +194,14 @@ def check_arguments(
 def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """Return the numbers of micro-batches to try, first for whole rows and then for shared rows.
+    """Return the numbers of micro-batches to try.
 
-    The latter are a dict by number of devices that share a row. Without a compiler it is empty:
-    plans are then bounded on simulated devices, whose meshes cannot have an axis of tokens, and
-    bounds do not count activations.
+    Without a compiler no plan shares rows: lower bounds of times and memory are then computed on
+    simulated devices, whose meshes cannot have an axis of tokens.
+
+    Returns:
+        The numbers for plans whose devices have whole rows; and the numbers for plans whose devices
+        share rows, by how many devices share a row (an empty dict without a compiler).
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:

@@ -1,4 +1,4 @@
-"""Rules for operations that move, join, cut or reduce dims. A rule returns the states of results.
+"""Rules for operations that move, join, cut or reduce dims. A rule returns each result's state.
 
 A state says how a value depends on the rows of the batch: see `row_states`.
 """
@@ -103,7 +103,11 @@ def reshape(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `slice` and `split`, which keep a range of indices in each dim."""
+    """Rule of `slice` and `split`: a result depends on rows as the input does if none are cut off.
+
+    That is so if no dim with rows is cut, or if a dim is cut between blocks each of which has all
+    rows of the dim. Otherwise the state of the result is unknown.
+    """
     params, shape = operation.equation.params, shape_of(operation.inputs[0])
     if operation.name == "split":
         starts = [0]
@@ -287,7 +291,7 @@ def dot(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
 
 
 def _may_place(rows: Rows, operation: Operation, kept: Sequence[State]) -> bool:
-    """Return whether a product over rows may only move rows, like one with a permutation matrix."""
+    """Return whether a product over rows may be a permutation of rows, by a matrix of 0 and 1."""
     depends = {dim for x in kept for dim, _ in x.rows}
     sizes = enumerate(operation.outputs[0].shape)
     return any(size % rows.num == 0 for dim, size in sizes if dim not in depends)

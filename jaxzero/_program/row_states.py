@@ -25,7 +25,9 @@ Parts = tuple[Part, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """An operation that combines several rows of the batch in another way than a mean of rows.
+    """An operation that combines several rows of the batch otherwise than in a sum or a mean.
+
+    Sums and means over rows are no mixings, as long as the result is linear in them (see `Sum`).
 
     Attributes:
         kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".
@@ -57,15 +59,16 @@ class State:
         rows: for each dim with rows, its parts. Inside a loop over rows, the row of the current
             iteration has a negative number in place of a dim.
         sums: the sums over rows that the value is linear in.
-        mixings: the mixings that the value depends on: one device with all rows would compute
-            another value.
+        mixings: the mixings that the value depends on. If there are any, one device with all rows
+            would compute another value.
         noise: the operations that drew random bits, equal on all devices, which the value depends
             on.
         noise_dims: the dims along which these bits differ.
         differs: whether the value depends on the index of the device or micro-batch.
         settled: the mesh axes over which a collective has combined the value.
-        index: `(dim, columns)`: along `dim`, each element is its own index, in these columns of the
-            last dim (None: in all); None if there is no such dim.
+        index: `(dim, columns)` if the value holds indices, as an `iota` does: each element equals
+            its own index along `dim`, in these columns of the last dim (None: in all). None if it
+            holds no indices.
         is_known: False for the result of an operation without a rule: nothing is said about it.
     """
 

@@ -273,7 +273,7 @@ _UNIFORM = _Rule(lambda constant: not is_traced(constant.value), _is_determinist
 
 
 def _made_of(block: Block, given: Iterable[Value], rule: _Rule) -> set[Atom]:
-    """Find the values of a block that `rule` knows, if the inputs `given` are known."""
+    """Return the values of a block that are known by `rule` once the inputs `given` are known."""
     uniform: set[Atom] = {*given}
     for operation in block.operations:
         inputs = [rule.knows(uniform, x) for x in operation.inputs]

@@ -40,13 +40,14 @@ class StackPart(NamedTuple):
 
 
 class LayersOf:
-    """Groups by layer those values of a program that depend on one layer's weights alone.
+    """The values of a program that depend on one layer's weights alone, grouped by layer.
 
     Attributes:
-        number: for each such value, the index of the layer.
-        key: for each such value, a key that values of two layers share if they are computed alike.
+        number: for each of these values, the index of its layer.
+        key: for each of these values, a key. Values of two layers have equal keys if they are
+            computed alike.
         of_key: for each key, the first value that has it.
-        rows: for each such value that is a row of a stack, the name of the stack.
+        rows: for each of these values that is a row of a stack, the name of the stack.
         picks: operations that take one layer's part of an array that is no weight, such as keys.
         rest: the other operations, in order.
     """
@@ -310,9 +311,16 @@ def _difference_of_kinds(
 def _reads(
     layers: LayersOf, start: int, size: int
 ) -> tuple[list[list[Read]], list[tuple[Place, Atom]]] | str:
-    """Return where the inputs of a layer's operations come from, and the carried values.
+    """Find where the operations of a layer read their inputs from.
 
-    If that differs between layers, return a text that says where.
+    Args:
+        layers: the program's operations, grouped by layer.
+        start: the index in `layers.rest` of the first layer's first operation.
+        size: the number of operations of a layer.
+
+    Returns:
+        For each operation of a layer, a `Read` of each input; and the values that a layer carries
+        to the next. If layers read from different places, a text that says where, instead.
     """
     place_of: dict[Value, tuple[int, Place]] = {}
     for i in range(layers.length * size):

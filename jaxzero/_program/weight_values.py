@@ -104,7 +104,7 @@ def is_cheap(operation: Operation) -> bool:
 
 
 def is_large(fixed: Fixed, value: Value) -> bool:
-    """Return whether a value is computed from weights alone, and not much smaller than the largest.
+    """Return whether a value is computed from weights alone, and not much smaller than they are.
 
     A vector, such as `1 + scale` of a norm, is not large: keeping it costs less than another
     gather.
@@ -128,7 +128,7 @@ class Saved(NamedTuple):
 
 
 class StackValues:
-    """Says how each stack of a block is computed, layer by layer."""
+    """The stacks of weights in a block, and which of them can be computed layer by layer."""
 
     def __init__(self, fixed: Fixed):
         self.fixed = fixed
@@ -157,7 +157,11 @@ class StackValues:
         return self.saved(atom) is not None or (bool(self.fixed.of(atom)) and self.expands(atom))
 
     def is_layered(self, value: Value) -> bool:
-        """Return whether a stack is lazy, or a view of a weight that acts on each layer."""
+        """Return whether a loop can get one layer of a stack without the whole stack.
+
+        It can if the stack is lazy (`is_lazy`), or if it is a view of a weight by operations that
+        act on each layer by itself.
+        """
         if value not in self.fixed.views:
             return self.is_lazy(value)
         operation = self.maker(value)
@@ -168,7 +172,10 @@ class StackValues:
         return known and source is not None and self.is_layered(source)
 
     def is_free(self, atom: Atom, sliced: bool) -> bool:
-        """Return whether a loop's body can read an atom without a large array being made for it."""
+        """Return whether a loop's body can read an atom without a large array being made for it.
+
+        `sliced` says that the loop scans the atom, so that each iteration reads one layer.
+        """
         if sliced and isinstance(atom, Value) and self.is_layered(atom):
             return True
         return self.fixed.of(atom) == frozenset()

@@ -73,7 +73,7 @@ class TreeLayout:
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def with_statics_of(self, tree: Any) -> TreeLayout:
-        """Return this layout with those leaves of an equally structured tree that are no arrays."""
+        """Return this layout with the leaves of `tree` that are not arrays in place of its own."""
         return dataclasses.replace(self, statics=statics_of(flatten(tree)[1]))
 
     def flatten_like(self, tree: Any) -> list[Any]:
@@ -103,7 +103,7 @@ def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any
 
 
 def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
-    """Return `statics` with the value that it holds in place of each empty `StoredArray`."""
+    """Return `statics` with each empty `StoredArray` replaced by the value that it holds."""
     return [s and Static(data_of(s.value)) for s in statics]
 
 
@@ -128,7 +128,8 @@ def lay_out(
         mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
         specs: a tree prefix of `PartitionSpec`s over mesh axes other than `node` and `local`.
-        codec: store float leaves of at least `min_quantized_size` elements encoded by it.
+        codec: the codec in which float leaves of at least `min_quantized_size` elements are stored;
+            None: all leaves are stored unencoded.
 
     Raises:
         ValueError: a leaf is not an array, an `nnx.Module` shares a variable, `specs` names `node`
@@ -226,7 +227,11 @@ def _as_stored(x: StoredArray, path: str, codec: Codec | None) -> LeafSpec:
 
 
 def without_layout(leaf: LeafSpec) -> LeafSpec:
-    """Return the leaf replicated on every device, but split over stages if they do not pad it."""
+    """Return the leaf without the split over `node` and `local`: in full on every device.
+
+    A split over stages stays if the layers divide evenly. If the stages pad the leaf, that split
+    is removed too.
+    """
     if leaf.stages is not None and leaf.stages.is_padded:
         leaf = dataclasses.replace(leaf, stages=None, other_axes=PartitionSpec())
     return dataclasses.replace(leaf, layout=None)
@@ -255,7 +260,7 @@ def _is_large_float(leaf: LeafSpec, config: ZeroConfig) -> bool:
 
 
 def _jax_dtype(dtype: Any) -> Any:
-    """Return the dtype that JAX converts `dtype` to: without x64, one of 32 bits for one of 64."""
+    """Return the dtype that JAX converts `dtype` to: without x64, one of at most 32 bits."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 
@@ -267,7 +272,7 @@ def _split_over_stages(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> list[PartitionSpec]:
-    """Return the split of each leaf over stages; raise `ValueError` if the user splits any."""
+    """Return the split of each leaf over stages; raise `ValueError` if `specs` splits a leaf."""
     if any(axes_of(other) for other in others):
         raise ValueError(
             "`specs` cannot be had with `stages` of the config. Leave out one of them."
@@ -285,7 +290,7 @@ def _split_over_stages(
 def _with_ungathered(
     other: PartitionSpec, path: str, leaf: Any, mesh: AnyMesh, config: ZeroConfig
 ) -> PartitionSpec:
-    """Return `other`, a leaf's split by the user, or its split over `local` if ungathered."""
+    """Return a leaf's split over `local` if the config leaves it ungathered; else `other`."""
     ungathered = config.ungathered
     own = ungathered and ungathered.split(path, tuple(leaf.shape), mesh)
     if own is None:

@@ -50,7 +50,7 @@ _SUMS = {*ADDITIONS, "sub"}
 
 
 class Evaluation:
-    """Evaluates values of a program when they are asked for, each of them once.
+    """An evaluator of a program: it computes values when they are asked for, each of them once.
 
     Args:
         block: the program.
@@ -282,7 +282,7 @@ def before_moves(block: Block, output: int) -> Any:
 
 
 class Sums:
-    """Splits values that depend on the backward loop into two terms, and evaluates either.
+    """A split into two terms of each value that depends on the backward loop; it computes either.
 
     One term, "of the layers", is linear in the results of the backward loop. The other, "the rest",
     does not depend on them.

@@ -31,14 +31,15 @@ from .._sharding import LeafSpec, Stages
 
 @dataclasses.dataclass(frozen=True)
 class LayerLists:
-    """Maps leaves to the arrays that a stage's program takes: a stack for each list of layers.
+    """A map of leaves to the arrays that a stage's program takes: a stack for each list of layers.
 
     A leaf outside of lists is an array by itself.
 
     Attributes:
         leaves: the leaves of all sharded arguments.
         stages: the config; None: no stages.
-        members: for each array, the indices of its leaves: of one, or of one for each layer.
+        members: for each array, the indices of the leaves that it consists of. A stack has a leaf
+            for each layer; an array outside of lists has one leaf.
         frozen: the indices of the arrays that are stacks of frozen layers, which stages do not
             divide.
     """
@@ -104,7 +105,7 @@ class LayerLists:
 
     @functools.cached_property
     def stacks(self) -> dict[int, StackPart]:
-        """For each array that is a stack of layers, by index, the part of a whole stack that it is.
+        """The part of a whole stack that each array of stacked layers is, by the array's index.
 
         A stack whose first layers are frozen has two parts: the frozen and the active layers.
 

@@ -9,9 +9,9 @@ micro-batches are in flight, whose saved activations lie in a ring of as many sl
 If a part of a tick has no micro-batch on a stage, it works on the nearest one, and its results are
 dropped. Backward then gets cotangents of zero. Gradients that are not zero nevertheless are masked
 before they are reduced; where stages have padding layers, all gradients are masked. Forward stores
-what it saves in the slot of the nearest micro-batch: before the first micro-batch, which overwrites
-it, or after the last one, as a copy of what is in the slot. So backward always reads what was saved
-of a micro-batch that exists.
+what it saves in the slot of that micro-batch: the first micro-batch overwrites its slot when it
+runs, and after the last one the slot gets a copy of what it holds. So backward always reads what
+was saved of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -39,12 +39,12 @@ from .state import MicroBatch, State, masked, num_slots, zeros
 
 
 class Pipeline:
-    """Runs the ticks of one stage: a part of the program of each micro-batch, and the messages.
+    """The ticks of one stage: they run its part of each micro-batch, and send the messages.
 
     Args:
         cut: the program of one micro-batch, cut at its layer loops.
-        weights: the arrays of the program's inputs that are equal for all micro-batches: of stacks
-            this stage's layers, and other arrays in full.
+        weights: the arrays of the inputs that are equal for all micro-batches. A stack has only
+            this stage's layers; other arrays are in full.
         rows: the arrays of the program's other inputs, `[microbatches, ...]`.
         outer: indices of the outputs that are gradients of weights outside of the layers.
         microbatches: the number of micro-batches.
@@ -75,8 +75,8 @@ class Pipeline:
         self.others = {k: x for k, x in enumerate(outputs) if k not in gradients}
         self.outer = {k: before_widening(cut.block, outputs[k]) for k in outer}
         self.sums = Sums(cut.block, cut.from_backward)
-        # Values of a backward layer that are zero if its cotangents are, and so need no mask. Those
-        # of padding layers are not.
+        # Values of a backward layer that are zero if its cotangents are zero, and so need no mask.
+        # In padding layers they may not be zero.
         self._zeros = set[Value]()
         if cut.backward is not None and not self.layers.has_padding:
             self._zeros = zeros_of_layer(cut.backward, cut.travelling)
@@ -95,10 +95,10 @@ class Pipeline:
         """Run all ticks.
 
         Returns:
-            An array for each output of the program, in order, and a number. A gradient is summed
-            over micro-batches: of a stack for this stage's layers, of another weight this stage's
-            term. Another output is `[microbatches, ...]`, equal on all stages. The number is one of
-            the first message of the last ticks, or None: what is sent later should wait for it.
+            An array for each output of the program; and an element of the first message of the last
+            ticks, for which later messages should wait, or None. A gradient of a stack is of this
+            stage's layers, one of another weight is this stage's term; both are summed over
+            micro-batches. Other outputs are `[microbatches, ...]`, equal on all stages.
         """
         with at_line_of(self.cut.forward):
             return self._run()
@@ -138,8 +138,8 @@ class Pipeline:
     ) -> tuple[State, list[Any]]:
         """Run ticks of the same `parts` (see `_tick`) in a loop; return state and sums after it.
 
-        `sums` are those of gradients so far, in the order of `_no_sums`. The loop carries only the
-        sums that it adds to: so the plan of reductions recognizes them.
+        `sums` are the sums of gradients so far, in the order of `_no_sums`. The loop carries only
+        the sums that it adds to: so the plan of reductions recognizes them.
         """
         if not ticks:
             return state, [*sums]
@@ -164,7 +164,7 @@ class Pipeline:
         return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
 
     def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
-        """Return True if a tick adds to sum `i`; to some sums only a tick with a head does."""
+        """Return True if a tick with these parts adds to sum `i`; some sums grow only in heads."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
             return stacks[i] is not None
@@ -172,7 +172,7 @@ class Pipeline:
         return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
 
     def _no_sums(self) -> list[Array]:
-        """Return zeros to start the sums of gradients: of stacks first, then of other weights."""
+        """Return zeros to start the sums of gradients with: first stacks, then other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
         outer = [self.cut.block.outputs[k] for k in self.outer]
         shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
@@ -189,9 +189,7 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run the parts of tick `number` for which flags are true.
-
-        `receive` sends the cotangents to the stage before, ahead of all other parts.
+        """Run the parts of tick `number` whose flags are true; `receive` sends cotangents first.
 
         Returns:
             The state after the tick, and a list of terms to add to each sum of `_no_sums`.
@@ -235,8 +233,8 @@ class Pipeline:
         """Run this stage's layers forward.
 
         Returns:
-            The arrays to send to the next stage; those saved for backward, `[layers, ...]`; and
-            those received while the layers ran.
+            The arrays to send to the next stage; the arrays saved for backward, `[layers, ...]`;
+            and the arrays received while the layers ran.
         """
         cut, loop = self.cut, self.cut.forward
         num = loop.num_carry
@@ -268,9 +266,9 @@ class Pipeline:
         """Run the operations between the layer loops on the last stage; other stages do nothing.
 
         Returns:
-            The cotangents with which the backward loop begins; for each sum of a weight outside of
-            the layers a list of terms, which is empty or has one; and the program's outputs that
-            are no gradients.
+            The cotangents with which the backward loop begins; for each weight outside of the
+            layers, a list with the term to add to its gradient, or an empty list; and the program's
+            outputs that are no gradients.
         """
         inputs = micro.given | dict(zip(self.cut.activations, activations, strict=True))
         has_rest = [x for x in self.outer.values() if self.sums.has_rest(x)]
@@ -358,7 +356,7 @@ class Pipeline:
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
         """Return the stacks that a loop scans on this stage, and which of the layers exist.
 
-        `rows` has stacks of this stage's layers; `values` evaluates other stacks, of all layers.
+        `rows` has stacks of this stage's layers; `values` computes stacks of all layers.
         """
         stacks = []
         for x in loop.inputs[loop.first_stack :]:
@@ -374,7 +372,8 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` where the condition holds; elsewhere `others`, and zeros for the rest."""
+        """Return `made()` if the condition holds; else `others`, and zeros for the rest."""
+        # `like` has a value of the program for each result: its dtype, and the shape of the zeros.
 
         def typed(arrays: list[Any]) -> list[Any]:
             pairs = zip(arrays, like, strict=True)

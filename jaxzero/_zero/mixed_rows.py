@@ -72,7 +72,10 @@ def warn_of_mixed_rows(
     outputs: Outputs,
     comm: CommSpec,
 ) -> None:
-    """Warn of each line where values of different rows meet other than in a linear sum.
+    """Warn of each line that mixes rows of the batch: outputs are not linear in a sum over rows.
+
+    A function with such a line (a batch norm, a contrastive loss) gives other results on several
+    devices than on one device with all rows.
 
     Args:
         result: the result of the step, with the program of one micro-batch as it was traced.
@@ -104,7 +107,10 @@ def messages(
     outputs: Outputs,
     comm: CommSpec,
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield each warning as `(text, file, line)`. Arguments are those of `warn_of_mixed_rows`."""
+    """Yield a warning `(text, file, line)` for each line that mixes rows of the batch.
+
+    The arguments, and what mixes rows, are as in `warn_of_mixed_rows`.
+    """
     options = outputs.options
     split = [{x for x in axes_of(spec) if x in AXES} for spec in specs]
     axes = frozenset(x for x in set().union(*split) if comm.sizes[x] > 1)

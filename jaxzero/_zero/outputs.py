@@ -92,7 +92,12 @@ class Outputs:
         return leaves
 
     def _may_be_rows(self, asked: str | None, leaf: Array) -> bool:
-        """Return whether a dim of a leaf may be the rows, alone or merged with other dims."""
+        """Return whether a leaf may have a value for each row of the batch.
+
+        It may if the size of a dim is a multiple of the number of rows (a dim of rows, alone or
+        merged with others). The answer is False if a reduction `asked` is given for the leaf: then
+        it is known how devices combine it.
+        """
         if asked is not None or not self.rows:
             return False
         return any(size and size % self.rows == 0 for size in leaf.shape)
@@ -309,9 +314,10 @@ def combined_gradients(
     leaves: Sequence[LeafSpec],
     comm: CommSpec,
 ) -> list[Array]:
-    """Combine the gradients of the leaves `combined` like outputs, and pad them.
+    """Combine the gradients of some leaves as outputs are combined, and pad them to stored shapes.
 
-    Each gradient is `[microbatches, ...]`. Gradients with equal reduction and dtype are sent as one
+    Each gradient is `[microbatches, ...]`; `combined` maps the index of its leaf to the reduction,
+    in the same order. Gradients with equal reduction and dtype are sent as one
     array, because an fp8 layer has six small ones.
     """
     by_leaf, groups = {}, {}

@@ -73,8 +73,8 @@ def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: 
 def stored_struct(leaf: LeafSpec, mesh: Mesh, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding of a stored array.
 
-    The sharding is on the abstract mesh if it is in host memory and the devices have no memories,
-    as those of a topology: on the mesh of such devices JAX would drop the memory kind.
+    The devices of a topology (an ahead-of-time target) have no memories, and on their mesh JAX
+    would drop the memory kind. So there, an array in host memory is sharded on the abstract mesh.
     """
     sharding = leaf.sharding(mesh, axes)
     if sharding.memory_kind != leaf.memory_kind and leaf.memory_kind is not None:
@@ -89,7 +89,7 @@ def make_leaves(
     axes: tuple[str, ...],
     *args: Any,
 ) -> list[jax.Array]:
-    """Run a function that makes one array for each leaf; every device makes its own shards.
+    """Run a function that makes one array for each leaf, with each device making its own shards.
 
     Offloaded leaves are made by further programs, a few leaves at a time, so that they need not fit
     into device memory together.
@@ -194,9 +194,10 @@ def _without_explicit_axes(x: Any) -> Any:
 
 
 def _alone(x: jax.Array) -> jax.Array:
-    """Wait until `x` is computed, if other processes hold shards of it: collectives then make it.
+    """Return `x`; if other processes hold shards of it, wait first until it is computed.
 
-    Programs with collectives that are in flight at once may deadlock on CPUs (JAX 0.10).
+    The program that computes such an array has collectives, and two programs with collectives in
+    flight at once may deadlock on CPUs (JAX 0.10).
     """
     return x if x.is_fully_addressable else x.block_until_ready()
 

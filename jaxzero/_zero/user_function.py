@@ -83,9 +83,16 @@ def explaining_values(
 def _read_arguments(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """Return the names of the arguments that the value read in Python depends on, if JAX tells.
+    """Find an array whose value Python code has read; name the arguments that it depends on.
 
-    JAX tells only for a function that is not being differentiated, so the function is traced again.
+    The names are taken from JAX's error, which has them only if the function is not being
+    differentiated. So the function is traced again. Without such an error the list is empty.
+
+    Args:
+        function: the user's function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        names: the names of all arguments, positional ones first.
     """
     values = [*args, *kwargs.values()]
     leaves, treedef = jax.tree.flatten(values)

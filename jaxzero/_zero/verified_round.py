@@ -84,7 +84,9 @@ def first_step(tree: Any) -> Any:
 
 
 class VerifiedRound:
-    """The first round of local steps, starting from the state that `LocalRounds.init` makes.
+    """The first round of local steps, which `verify` runs sharded and by plain JAX to compare both.
+
+    The round starts from the state that `LocalRounds.init` makes.
 
     Args:
         call: the loss of the first step.

@@ -51,7 +51,7 @@ def meet(address: str, hello: Hello, seconds: float) -> list[str]:
 
     Raises:
         TimeoutError: a process did not connect, or process 0 cannot be reached.
-        ValueError: the processes do not belong together; the message is equal on all processes.
+        ValueError: the processes do not belong together. Every process raises the same message.
     """
     host, port = split_address(address)
     deadline = time.monotonic() + seconds

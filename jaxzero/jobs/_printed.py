@@ -40,7 +40,7 @@ _KINDS = {
 class NodeBytes:
     """Bytes that enter each node in one step, with the job's settings and with plain ZeRO-3.
 
-    They are bytes of weights and gradients. With local steps, the job's are bytes of parameters.
+    The bytes are of weights and gradients; with local steps, those of the job are of parameters.
     """
 
     sent: int  # by the job
@@ -102,8 +102,8 @@ def node_bytes(
 def print_overview(session: Session, state: State) -> None:
     """Print the bytes that a device holds between steps, and the bytes that a step sends.
 
-    The latter are bytes into each node, and bytes to each device from its own node. With local
-    steps they are the bytes that nodes exchange in a round.
+    The bytes that a step sends are those into each node, and those to each device from its own
+    node. With local steps they are the bytes that nodes exchange in a step on average.
 
     Args:
         session: the session that will train.
@@ -156,7 +156,7 @@ def _bytes(tree: Any, on_host: bool) -> int:
 
 
 def _exchanged(report: LocalReport, local: LocalOptions) -> str:
-    """Say in a sentence how many bytes nodes exchange in a step, and when they are used."""
+    """Say how many bytes nodes exchange in a step, and how many steps later they use them."""
     sent = readable_bytes(round(report.bytes_per_step))
     plural = "s" if report.delay > 1 else ""
     when = f"used {report.delay} step{plural} later" if report.delay else "for which nodes wait"

@@ -151,7 +151,7 @@ class _Blocks(NamedTuple):
     def block(
         self, number: Int[Array, ""]
     ) -> tuple[Int[Array, ""], Int[Array, ""], Bool[Array, "r 1"]]:
-        """Return the expert of a block, its first row, and which of its rows are the expert's own.
+        """Return a block's expert, its first row, and a mask of those rows that are the expert's.
 
         A block that would end after the last row begins earlier, with rows of other blocks.
         """
@@ -164,7 +164,10 @@ class _Blocks(NamedTuple):
         return expert, start, ((row_r >= first) & (row_r < end))[:, None]
 
     def run(self, add: Callable[[Any, Int[Array, ""]], Any], carry: Any) -> Any:
-        """Run `carry = add(carry, number)` for each block, and return the last `carry`."""
+        """Run `carry = add(carry, number)` for the number of each block; return the last `carry`.
+
+        Blocks are numbered from 0, group after group.
+        """
 
         def step(carry: Any, number: Int[Array, ""]) -> tuple[Any, None]:
             is_needed = number < self.lasts_g[-1]
