@@ -226,7 +226,7 @@ CONFIGS = {
 )
 def test_gradients_are_equal_to_the_bit(config, microbatches, monkeypatch):
     if config == "columns":  # shards of 8 and 12 rows
-        monkeypatch.setattr(_columns, "_LANES", 4)
+        monkeypatch.setattr(_columns, "LANES", 4)
     tokens = jax.random.randint(jax.random.key(1), (16, 8), 0, SIZE.vocabulary)
 
     def step():
