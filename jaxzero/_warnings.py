@@ -24,7 +24,7 @@ def warn(message: str) -> None:
 
 
 class RowsMixedWarning(UserWarning):
-    """The warning that a function combines rows otherwise than in a sum or mean that it returns.
+    """The warning that a function combines rows of a batch, other than in a sum or mean of them.
 
     An example is to divide by a mean over rows. Each device divides by the mean over its own rows,
     so the result differs from that of one device that has all rows.

@@ -90,7 +90,7 @@ def _frontier(program: PricedProgram) -> tuple[Point, ...]:
         gained = less.seconds_in_all - more.seconds_in_all
         between = program.at(max(gained / (more.num_bytes - less.num_bytes), low))
         if less.num_bytes < between.num_bytes < more.num_bytes:
-            choices = sorted([*choices, between], key=lambda choice: choice.num_bytes)
+            choices = sorted([*choices, between], key=_num_bytes)
         else:
             closed.add((less.num_bytes, more.num_bytes))
     return tuple(dict.fromkeys(choice.point for choice in choices))

@@ -299,11 +299,12 @@ class _Again(Copies):
             of_segment |= dict.fromkeys(x for x in kept if not forward.is_weight(x))
         self._tied: dict[int, dict[Value, Value]] = {}
         self._unread: dict[Value, int] = {}  # by gradient, how many operations have yet to read it
-        for operation in forward.block.operations[forward.end :]:
+        backward = forward.block.operations[forward.end :]
+        for operation in backward:
             for x in {*operation.values}:
                 self._unread[x] = self._unread.get(x, 0) + 1
         self._gradients: list[Value] = []  # those made since the last segment's barrier
-        self._sums = _sums(forward.block.operations[forward.end :])
+        self._sums = _sums(backward)
 
     def add(self, operation: Operation) -> None:
         for x in operation.values:

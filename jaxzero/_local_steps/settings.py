@@ -8,7 +8,7 @@ import numbers
 import optax
 
 from .._codecs import Codec, Int4
-from .._sharding import check_codec
+from .._sharding import check_codec, check_integer
 
 # What DiLoCo found best for language models (https://arxiv.org/abs/2311.08105, section 3).
 _OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -61,13 +61,8 @@ class LocalSteps:
 
     def __post_init__(self):
         for name, least in (("every", 1), ("delay", 0), ("fragments", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-                raise ValueError(
-                    f"`{name}` of `LocalSteps` must be an integer of at least {least}; "
-                    f"got {value!r}."
-                )
-            object.__setattr__(self, name, int(value))
+            check_integer(name, "LocalSteps", getattr(self, name), least)
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.every % self.fragments:
             raise ValueError(
                 f"`fragments` must divide `every`, so that the exchanges are spread evenly over a "

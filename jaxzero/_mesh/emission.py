@@ -8,6 +8,7 @@ tracer of each. So, while a program is traced, one equation, a call, stands for 
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -164,7 +165,7 @@ def with_copies(jaxpr: Any) -> Any:
         inner = with_copies(jaxpr.jaxpr)
         return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
     equations = [y for x in jaxpr.eqns for y in _expanded(x)]
-    if len(equations) == len(jaxpr.eqns) and all(map(_is, equations, jaxpr.eqns)):
+    if len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns)):
         return jaxpr
     return jaxpr.replace(eqns=_without_dead(equations, jaxpr.outvars))
 
@@ -183,10 +184,6 @@ def with_inner(equation: Any, change: Callable[[Any], Any]) -> Any:
             made = param._make if hasattr(param, "_fields") else tuple
             new[name] = made(after) if several else after[0]
     return equation.replace(params={**equation.params, **new}) if new else equation
-
-
-def _is(x: Any, y: Any) -> bool:
-    return x is y
 
 
 def _expanded(equation: Any) -> Iterable[Any]:

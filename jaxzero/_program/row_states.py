@@ -25,7 +25,7 @@ Parts = tuple[Part, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """An operation that combines several rows of the batch otherwise than in a sum or a mean.
+    """An operation that combines several rows of the batch, and is neither a sum nor a mean.
 
     Sums and means over rows are no mixings, as long as the result is linear in them (see `Sum`).
 

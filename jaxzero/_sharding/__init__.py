@@ -16,6 +16,7 @@ from .hops import PerAxis as PerAxis
 from .hops import WeightDelta as WeightDelta
 from .hops import WeightHop as WeightHop
 from .hops import check_codec as check_codec
+from .hops import check_integer as check_integer
 from .layout import DimSharding as DimSharding
 from .layout import LeafSpec as LeafSpec
 from .layout import axes_of as axes_of

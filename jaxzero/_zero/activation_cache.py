@@ -90,8 +90,8 @@ class ActivationCache:
             ValueError: another batch was cached under this key; the frozen layers draw random
                 numbers; or all of `f` depends on active parameters.
         """
-        digest, entry = _digest(args), self._kept.get(key)
         static, arrays = _split(args)
+        digest, entry = _digest(arrays), self._kept.get(key)
         # Trees of other structure can hold the same arrays: `{"a": x}` and `{"b": x}`.
         if entry is not None and (entry.digest, entry.static) != (digest, static):
             raise ValueError(
@@ -180,19 +180,19 @@ def _on_devices(kept: _Kept) -> jax.Array:
     return jax.make_array_from_single_device_arrays(kept.shape, kept.sharding, parts)
 
 
-def _digest(tree: Any) -> bytes:
-    """Return a hash of the arrays of a tree.
+def _digest(arrays: Sequence[Any]) -> bytes:
+    """Return a hash of arrays.
 
     Only the shards on this process's devices are read of a sharded array.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for leaf in filter(is_array, jax.tree.leaves(tree)):
-        if isinstance(leaf, jax.Array):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            data = jax.random.key_data(leaf) if is_key else leaf
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            data = jax.random.key_data(array) if is_key else array
             parts = [np.asarray(shard.data) for shard in data.addressable_shards]
         else:
-            parts = [np.asarray(leaf)]
+            parts = [np.asarray(array)]
         for x in parts:
             digest.update(f"{x.shape} {x.dtype}".encode())
             digest.update(np.ascontiguousarray(x).view(np.uint8).reshape(-1).data)

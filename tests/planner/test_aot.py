@@ -153,18 +153,18 @@ def test_a_cluster_of_another_size_is_refused(step):
 ROWS, TOKENS, WIDTH, LAYERS = 32, 256, 512, 6
 
 
-def mixer():
+def mixer(width=WIDTH):
     """An MLP-mixer, which no estimate was set on."""
     z = jnp.zeros
     return {
-        "patches": z((48, WIDTH)),
+        "patches": z((48, width)),
         "blocks": {
             "tokens": z((LAYERS, TOKENS, TOKENS)),
-            "up": z((LAYERS, WIDTH, 4 * WIDTH)),
-            "down": z((LAYERS, 4 * WIDTH, WIDTH)),
-            "scale": z((LAYERS, WIDTH)),
+            "up": z((LAYERS, width, 4 * width)),
+            "down": z((LAYERS, 4 * width, width)),
+            "scale": z((LAYERS, width)),
         },
-        "head": z((WIDTH, 1000)),
+        "head": z((width, 1000)),
     }
 
 
@@ -224,7 +224,10 @@ def test_a_budget_is_chosen_where_it_is_best(tmp_path):
         "classes": jax.ShapeDtypeStruct((8 * ROWS,), jnp.int32),
     }
     loss = functools.partial(classify, wrapped=lambda block: block)
-    job = Job({"": loss}, mixer, batch, optax.adamw(1e-4), {})
+    # At this width a matrix product takes longer than to write and read its result, so that several
+    # budgets differ.
+    wide = functools.partial(mixer, 4 * WIDTH)
+    job = Job({"": loss}, wide, batch, optax.adamw(1e-4), {})
     search = Search(
         job, CLUSTER, 1e12, "step_time", None, 0.0, lambda line: None, tries_budgets=True
     )
