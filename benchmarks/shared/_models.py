@@ -48,6 +48,7 @@ LlamaName = Literal[
     "7b-unrolled",
     "1b",
     "1b-unrolled",
+    "1b-llama3",
     "moe",
     "mixtral",
     "mamba",
@@ -78,6 +79,9 @@ SIZES: dict[LlamaName, LlamaSize] = {
     "7b-unrolled": LlamaSize(unrolled=True),
     "1b": _TINY_LLAMA,
     "1b-unrolled": dataclasses.replace(_TINY_LLAMA, unrolled=True),
+    "1b-llama3": dataclasses.replace(
+        _LARGE, layers=16, width=2048, hidden=8192, heads=32, tied=True
+    ),
     "moe": LlamaSize(layers=16, width=2048, hidden=4096, heads=16, kv_heads=4, experts=8),
     "mixtral": LlamaSize(hidden=14336, kv_heads=8, experts=8),
     "mamba": LlamaSize(layers=64, width=2560, hidden=5120, vocabulary=50280, state=16),
