@@ -137,9 +137,9 @@ class Forward:
         return value in self._derived or value in self._joined or self.is_weight(value)
 
     def _joins(self) -> set[Value]:
-        """Concatenated arrays, such as those of skip connections: their operands are kept instead.
+        """Find concatenated arrays, such as those of skip connections, which are not kept.
 
-        So the operands are alive as long as the joined array is read.
+        Their operands are kept instead, until the last operation that reads the joined array.
         """
         joined = set()
         for operation in reversed(self.block.operations[: self.end]):

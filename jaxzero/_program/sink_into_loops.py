@@ -334,7 +334,7 @@ class _Behind:
         return list(last)
 
     def _is_needed(self, value: Value) -> bool:
-        """Return whether a reduction over devices cannot move before operations up to `value`."""
+        """Return whether gradients cannot be reduced before `value` is made of them."""
         pending, seen = [value], set()
         while pending:
             atom = pending.pop()

@@ -372,7 +372,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` if the condition holds; else `others`, and zeros for the rest."""
+        """Return `made()` if the condition holds; else `others`, then zeros."""
         # `like` has a value of the program for each result: its dtype, and the shape of the zeros.
 
         def typed(arrays: list[Any]) -> list[Any]:
