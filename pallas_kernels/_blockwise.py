@@ -16,8 +16,6 @@ not all, and codes would then depend on what an encoder is compiled together wit
 
 Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
 
-Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
-
 References:
     ZeRO++ (https://arxiv.org/abs/2306.10209), blockwise quantization.
     SDP4Bit (https://arxiv.org/abs/2410.15526), Hadamard rotation of gradients.

@@ -18,8 +18,6 @@ but a number halfway between two codes may be rounded differently on a CPU. Both
 the bounds that `tests/codecs/_codec_oracle.py` derives.
 
 Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
-
-Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ scales; the last tiles of both are filled up with zeros. Byte `i` of all scales 
 1` of all. The decoded numbers are those of the messages in rows.
 
 Legend: n = messages, one for each piece of an array; t = rows of a message.
-
-Legend: n = messages, one for each piece of an array; t = rows of a message.
 """
 
 from __future__ import annotations
