@@ -3,7 +3,6 @@
 Legend: an array that is cut into n pieces along one dim is `x.reshape(o, n, -1)`, `[o, n, i]`: o is
 the product of the dims before that dim, i the number of elements of a piece for each of the o
 indices. Piece p is `x[:, p, :]`, flattened to a row, and becomes message p. m = bytes of a message.
-
 """
 
 from __future__ import annotations

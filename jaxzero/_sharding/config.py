@@ -86,9 +86,9 @@ class Offload:
         return fnmatch.fnmatchcase(path, pattern)
 
     def takes(self, role: Role, path: str, size: int) -> bool:
-        """Return whether a leaf with this path and number of elements goes to host memory.
+        """Return whether a leaf with this path and number of elements is kept in host memory.
 
-        An array of one element never does: it is not split, so it has no shards to fetch.
+        An array of one element is never kept there: it is not split, so it has no shards to fetch.
         """
         is_matched = any(self.matches(pattern, path) for pattern in self.patterns(role))
         return is_matched and size >= max(self.min_size, 2)
@@ -174,7 +174,7 @@ class CommSchedule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a limit is set on the weights that are held between uses, or on how long."""
+        """Whether one of the three limits on weights held between two uses is set."""
         bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
         return any(bound is not None for bound in bounds)
 
@@ -185,7 +185,7 @@ class ZeroConfig:
 
     Attributes:
         stage: what is split between devices (ZeRO, section 5). 0: nothing (data
-            parallel). 1: optimizer state. 2: and gradients. 3: and parameters.
+            parallel). 1: optimizer state. 2: also gradients. 3: also parameters.
         split: "all" splits over every device of the two axes. "local" splits inside a
             node and replicates between nodes (HSDP, MiCS).
         weights: codecs of the weight gathers, per axis.
@@ -359,20 +359,20 @@ class ZeroConfig:
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:
-        """Return the axes that split the arrays which ZeRO splits from `stage` on.
+        """Return the mesh axes that split the arrays which ZeRO splits from `stage` on.
 
-        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters. Without axes nothing is
-        split: the config's own stage is lower.
+        These arrays are the optimizer state for stage 1, gradients for 2, and parameters for 3. The
+        result is empty if the config's own stage is lower, so that they are not split.
         """
         return self.axes if self.stage >= stage else ()
 
     def num_shards(self, mesh: AnyMesh) -> int:
-        """Return the number of shards of a leaf: of devices of `mesh` along `axes`."""
+        """Return the number of shards of a leaf: the number of devices of `mesh` along `axes`."""
         return math.prod(mesh.shape[axis] for axis in self.axes)
 
     @property
     def needs_wire_state(self) -> bool:
-        """Whether a hop keeps arrays from step to step, in the wire state."""
+        """Whether a hop between nodes keeps arrays from step to step, in a wire state."""
         return isinstance(self.weights.node, Hop) or isinstance(self.gradients.node, Hop)
 
 

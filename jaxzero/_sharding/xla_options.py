@@ -89,7 +89,14 @@ _CPU_BEFORE_0_11: Options = {
 
 @dataclasses.dataclass(frozen=True)
 class _Platform:
-    """The XLA options of one platform: always, before JAX 0.11, and for several uses."""
+    """The XLA options of one platform.
+
+    Attributes:
+        always: options of every program.
+        before_0_11: further options before JAX 0.11.
+        offload, local_steps, nvlink, stages: further options, or None for an option to remove, of
+            programs for which the argument of this name of `compiler_options` is true.
+    """
 
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
@@ -99,7 +106,10 @@ class _Platform:
     stages: _Changes = dataclasses.field(default_factory=dict)
 
     def options(self, *uses: str) -> _Changes:
-        """Return the options for the installed JAX; None for an option that a use removes."""
+        """Return the options for the installed JAX and the given uses, which are names of fields.
+
+        An option that a use removes has the value None.
+        """
         options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
         for use in uses:
             options |= getattr(self, use)
