@@ -79,10 +79,10 @@ _ALL = _EXPOSED | _TOTAL | _COMPUTE | _SECONDS
 
 
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, ...]:
-    """Return the features from which the time of a plan's proxy is predicted.
+    """Return the features from which the time of a plan's proxy program is predicted.
 
-    They come in four groups, by unit: the times that may overlap (features of `e`), `m`, `b c`, and
-    seconds.
+    A plan's features are in four groups, one for each unit of their weights: the two shorter times
+    (these features make up `e`); `m`; `b c`; and seconds.
     """
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
@@ -130,9 +130,9 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Return the features that predict how much longer a plan's full program takes than its proxy.
+    """Return the features that predict how much longer a full program takes than its proxy.
 
-    They are in units of `b c`.
+    Their weights are in units of `b c`.
     """
     program, of_one_node = plan.program
     of_loss = {("full of", plan.loss): 1.0} if plan.loss else {}
@@ -148,7 +148,7 @@ class Durations:
     """A model of the seconds that each plan's gradients take, which learns from compiled programs.
 
     Args:
-        bounds: the lower bounds of each plan. Methods name a plan by its index in this mapping.
+        bounds: the lower bounds of each plan. A plan's number is its index in this mapping.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
@@ -170,7 +170,7 @@ class Durations:
         return len(self._names)
 
     def _x(self, slower: float, numbers: Sequence[int], is_full: bool) -> tuple[np.ndarray, ...]:
-        """Return `x`, `[plans, features]`, and `m`, `[plans]`, for the regression of the times.
+        """Return `x`, `[plans, features]`, and `m`, `[plans]`, to predict the times of plans.
 
         A program's seconds are predicted as `m * (1 + x @ weights)`, with the weights that a
         `Regression` has learned. `m` is the longest of the plan's least times (see the module).
@@ -202,7 +202,7 @@ class Durations:
             self._likely[i] += regression.observe(x, seconds / longest - 1) - np.log(longest)
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Draw samples of the seconds that full compiles of plans may predict, `[draws, plans]`.
+        """Draw samples of the seconds that plans' full programs may take, `[draws, plans]`.
 
         Args:
             numbers: the numbers of the plans.

@@ -42,7 +42,7 @@ class Estimates:
     def observe(
         self, candidate: Candidate, temporary: int, gradients: float, *, is_proxy: bool
     ) -> None:
-        """Learn from a compiled program of the gradients.
+        """Learn from the memory and time of a compiled program, which computes gradients.
 
         Args:
             candidate: a plan that runs the program.
@@ -55,9 +55,10 @@ class Estimates:
         self._durations.observe(number, gradients, is_full=not is_proxy)
 
     def draws(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-        """Draw what full compiles may say of plans: bytes of a device, and seconds of a step.
+        """Draw samples of what full compiles may find of plans.
 
-        Both arrays are `[draws, plans]`.
+        Returns:
+            The bytes that a device takes, and the seconds of a step; both `[draws, plans]`.
         """
         numbers = [self._number[plan] for plan in candidates]
         temporaries = self._temporaries.draws(numbers, self._normal[0])

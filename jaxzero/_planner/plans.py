@@ -27,7 +27,7 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """The predicted time and memory of one candidate plan, and why it is not taken.
+    """The predicted time and memory of one candidate plan, and the reason if it is not taken.
 
     Attributes:
         candidate: the plan.
@@ -61,7 +61,7 @@ class PlanRow:
     def of_bounds(
         cls, candidate: Candidate, bounds: Bounds | RoundBounds, discarded: str = ""
     ) -> PlanRow:
-        """Make the row of a candidate of which only bounds are known."""
+        """Return the row of a candidate of which only bounds are known."""
         return cls(
             candidate,
             "bound",

@@ -22,7 +22,7 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gpu:
-    """The fields by which XLA's compiler describes a GPU; sizes in bytes, rates per second."""
+    """A GPU as XLA's compiler describes it; sizes are in bytes, rates are per second."""
 
     name: str
     capability: str = "9 feature_extension: ACCELERATED_FEATURES"
@@ -82,7 +82,7 @@ def why_no_compiler(cluster: Cluster) -> str | None:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Find a module without importing it; return None if it or a parent is not installed."""
+    """Return the spec of a module, without importing it; None if it is not installed."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
