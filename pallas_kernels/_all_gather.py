@@ -20,7 +20,7 @@ from ._tile import clipped
 
 
 class AllGather(Block):
-    """A thread block of the all-gather kernel."""
+    """The operations of a thread block of the all-gather kernel."""
 
     name: ClassVar[str] = "quantized_all_gather"
 

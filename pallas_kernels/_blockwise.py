@@ -5,11 +5,11 @@ scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing c
 `x` is the one nearest to `x / s`, or with stochastic rounding one of the two around it.
 
 [Note: exact zeros] A rotation would turn an exact zero among other numbers into a rounding error,
-and Adam moves a weight by its rate for a gradient of any size. So a block that holds an exact zero
-is not rotated: zero has the code 0, and a number that is 0 on every device stays 0 in the sum. The
-sign of the scale, which is not needed otherwise, tells the two kinds of blocks apart: in a format
-that rotates, the scale of an unrotated block is negative. Receivers add up rotated and unrotated
-blocks separately, and rotate back the sum of the rotated ones.
+and Adam moves a weight by its learning rate for a gradient of any size. So a block that holds an
+exact zero is not rotated: zero has the code 0, and a number that is 0 on every device stays 0 in
+the sum. The sign of the scale, which is not needed otherwise, tells the two kinds of blocks apart:
+in a format that rotates, the scale of an unrotated block is negative. Receivers add up rotated and
+unrotated blocks separately, and rotate back the sum of the rotated ones.
 
 Quotients are written as products with a reciprocal. XLA turns some quotients into such products but
 not all, and codes would then depend on what an encoder is compiled together with.

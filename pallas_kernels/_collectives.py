@@ -170,7 +170,7 @@ def scatter_reference(
 def _of_parts(
     one: Callable[[Array], Array], x: Shaped[Array, "... i"], parts: Sequence[int]
 ) -> Array:
-    """Apply a collective to each part of the last dim of `x`, and concatenate the results.
+    """Apply the collective `one` to each part of the last dim, and concatenate the results.
 
     `parts` are the sizes of the parts; if there are less than two, `x` is one part.
     """
@@ -182,7 +182,7 @@ def _of_parts(
 
 
 def _check_parts(parts: Sequence[int], shape: tuple[int, ...], dim: int) -> None:
-    """Raise `ValueError` if `parts` do not divide the columns of a `shape` of one row."""
+    """Raise `ValueError` unless `parts` is empty, or `shape` is a row of `sum(parts)` numbers."""
     if parts and (len(shape) != 2 or shape[0] != 1 or dim or sum(parts) != shape[1]):
         raise ValueError(
             f"`parts` must add up to the columns of one row for each device, along `dim` 0; got "
@@ -240,7 +240,7 @@ def _wants_kernel(
     size: int,
     result: DTypeLike | None = None,
 ) -> bool:
-    """Return whether `implementation` names the kernel, which may handle up to `size` elements.
+    """Return whether `implementation` names the kernel; raise if the kernel cannot be used.
 
     Args:
         implementation: the name that the caller gave.

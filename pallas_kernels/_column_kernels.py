@@ -14,8 +14,8 @@ The bits are those of `_columns`, except that a sum of products may be rounded i
 None of these kernels was ever executed on a TPU; they are tested in Pallas' interpreter.
 
 Letters in shapes: n = messages that are added up; p = pieces; k = blocks in a column; b = numbers
-in a block; t = rows in a message; r = columns of a message; s = rows of scales; h = rows of codes
-in a block. One step sees 128 columns, and the rows of a chunk, m.
+in a block; t = rows in a message; r = columns of a message; h = rows of codes in a block. A step of
+the grid sees 128 columns.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ _PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", 
 
 
 def _hadamard() -> Float[Array, "128 128"]:
-    """Return four Hadamard's matrices along a diagonal; bfloat16 holds them exactly."""
+    """Return a matrix of four Hadamard matrices along its diagonal, exact in bfloat16."""
     return jnp.asarray(blocks.hadamard(_MATRIX), jnp.bfloat16)
 
 

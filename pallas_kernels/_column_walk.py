@@ -1,10 +1,10 @@
 """Plan how kernels for TPUs walk over a message in columns, and decide which messages they take.
 
-A message has columns, as in `_columns`: rows of codes, then rows of scales. A grid step takes 128
-columns of a message and a chunk of its blocks. The rows of scales are one more chunk, so a chunk
-has at least as many rows. The core's memory (VMEM) holds the input and output of a step twice,
-since the next step is loaded while one is computed. It also holds the scales of 128 columns, in 32
-bits for each byte, from the first step to the last.
+A message encodes a piece of an array in columns, as in `_columns`: it has rows of codes, then rows
+of scales. A grid step takes 128 columns of a message and a chunk of its blocks. The rows of scales
+are one more chunk, so a chunk has at least as many rows. The core's memory (VMEM) holds the input
+and output of a step twice, since the next step is loaded while one is computed. It also holds the
+scales of 128 columns, in 32 bits for each byte, from the first step to the last.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Kind = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 
 @dataclasses.dataclass(frozen=True)
 class CodeKind:
-    """The properties of a kind of codes: the quantized numbers in a message.
+    """The properties of one kind of codes. Codes are the quantized numbers in a message.
 
     Attributes:
         bits: bits per code.
@@ -113,7 +113,10 @@ class Format:
         return 8 // self.bits
 
     def step(self, x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
-        """Return the distance between neighbouring codes around `x`, numbers over their scale."""
+        """Return the distance between neighbouring codes around each number of `x`.
+
+        The numbers are those that are rounded to codes: already divided by their scales.
+        """
         if self.is_integer:
             return np.ones_like(x)
         info = jnp.finfo(self.kind)

@@ -22,7 +22,7 @@ from ._tile import clipped
 
 
 class ReduceScatter(Block):
-    """A thread block of the reduce-scatter kernel."""
+    """The operations of a thread block of the reduce-scatter kernel."""
 
     name: ClassVar[str] = "quantized_reduce_scatter"
 

@@ -37,7 +37,7 @@ def quantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "n t _"]:
-    """Encode each piece of `x / divisor` as a message of whole tiles; see `quantize`.
+    """Encode each piece, divided by `divisor`, as a message of whole tiles; see `quantize`.
 
     Args:
         pieces: the pieces of an array, each in its own shape.
@@ -102,7 +102,7 @@ def dequantize_sum_requantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "num r _"]:
-    """Sum messages that `quantize_tiled` made, and encode the sum by it in `num` pieces.
+    """Sum messages of `quantize_tiled`, and encode `num` pieces of the sum as such messages.
 
     The sum, of `shape`, is divided by `divisor` and cut along `dim`.
     """

@@ -109,9 +109,9 @@ def readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) 
 
 
 def writable(place: Place | None, rows: int, size: int, config: TileConfig | None) -> Place | None:
-    """Return the place where a kernel writes `rows` messages of `size` bytes; None: copy instead.
+    """Return where a kernel writes `rows` messages of `size` bytes: `place`, or a new array.
 
-    With `place` None, it is a new array. None is returned if writing into `place` needs shorter
+    It is a new array if `place` is None. The result is None if writing into `place` needs shorter
     vectors than writing into a new array: the caller should write a new array and copy it.
     """
     alone, vector = Place((rows, size), 0), (config or tile_config()).vector

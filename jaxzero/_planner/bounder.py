@@ -153,7 +153,7 @@ class Bounder:
         return work.bounds(placed(self.job, self.cluster, candidate)[1].rates), gradients
 
     def work(self, candidate: Candidate) -> tuple[Work, int]:
-        """Return a candidate's work in a step, and the bytes of a device's gradients."""
+        """Return the operations and bytes of a candidate's step, and the bytes of its gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
         shapes = Shapes.of(job, candidate, self._mesh(cluster, **candidate.axes))
         report, plan = shapes.report(job, candidate)

@@ -53,8 +53,8 @@ class Candidate:
             in 2 stages".
         config: the preset's config, with the candidate's schedule, offload and activations.
         microbatches: the number of micro-batches, for `zero.value_and_grad`.
-        loss: which of several functions, the forms of the loss, it trains with, by name; "" if
-            there is only one.
+        loss: the name of the loss function that it trains with, which is one of several forms of
+            the loss; "" if there is only one.
         offload: "", "optimizer" or "all": what lies in host memory.
         local_steps: how nodes that train by themselves exchange parameters; `config` is then the
             config of each node. None: all nodes take each step together.

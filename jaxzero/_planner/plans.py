@@ -102,8 +102,8 @@ class Plans:
     def best(self) -> PlanRow:
         """The best plan that fits.
 
-        It was compiled in full. If it was compiled as a proxy only, `notes` say so. Without a
-        compiler for these devices it is the best by lower bounds.
+        It was compiled in full, or as a proxy only, as `notes` then say. Without a compiler for
+        these devices, it is the best by lower bounds.
 
         Raises:
             ValueError: no plan fits, or none is known to fit.
@@ -252,7 +252,7 @@ class Plans:
 
 
 def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
-    """Return a plan's cells of the table; with `copies`, also its bytes between device and host."""
+    """Return a plan's cells in the table; with `copies`, also its bytes between device and host."""
     least = ">" if row.stage == "bound" else ""
     return (
         row.candidate.name,

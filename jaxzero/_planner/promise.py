@@ -8,7 +8,8 @@ Welch 1998). The plan with the largest gain is compiled next.
 
 Different plans are best in different draws. So ending the search gives up more than the largest
 gain: it gives up the gain of all plans together, which is the mean over draws of how much the best
-value in the draw is below that of the best known plan. The search goes on while it is large enough.
+value in the draw is below that of the best known plan. The search goes on while that gain
+is large enough.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 
 
 def _settled(search: Search) -> list[PlanRow]:
-    """Return the rows of all plans, with the reasons why plans are not taken, if compiled."""
+    """Return all rows; if there is a compiler, with the reason for each plan that is not taken."""
     if search.compiler is None:
         return list(search.rows.values())
     fitting = [row for row in search.compiled_rows() if row.memory <= search.limit]

@@ -3,8 +3,9 @@
 The model is `y = w . x + noise`: `x` are the features of a plan, and `y` is its time or memory. The
 weights `w` are independent and normal before anything is observed. Features have names; the row of
 a plan maps the names of its features to numbers (`Features`).
+
 With few observations, predictions stay close to those of the expected weights. An observation
-changes the predictions for plans that have features in common with the observed one.
+changes the predictions for plans that have features in common with the observed plan.
 
 References:
     Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.1.

@@ -1,16 +1,16 @@
-"""Choose the dim that each leaf is split on, its layout, and pad arrays to their layout.
+"""Choose the layout of each leaf, the dim on which it is split; pad arrays to their layout.
 
 A leaf of a parameter tree is split on one dim into equal shards, one for each device along
 `config.axes`. With `split="all"` the axes are `("local", "node")`, local major. A gather over
 `node` then yields a contiguous part of the array, the node slice, and a gather over `local`
 completes it: the shards arrive in order, and nothing is shuffled.
 
-The split dim is the first of the last two dims (those of a matrix) that divides evenly and is long:
-shards of rows are contiguous in memory, and need no transposing. Earlier dims, and short ones, may
-count layers or experts; a loop scans over them, so they must not be split. If neither of the last
-two dims qualifies, the largest dim that divides is taken (the first of equals). If none divides,
-the largest is padded with zeros. Leaves of at most one element are replicated, and so are those
-below `config.param_persistence_threshold`.
+The split dim is the first of the last two dims (those of a matrix) that is long and that the
+devices divide evenly: shards of rows are contiguous in memory, and need no transposing. Earlier
+dims, and short ones, may count layers or experts; a loop scans over them, so they must not be
+split. If neither of the last two dims qualifies, the largest dim that the devices divide is taken
+(the first of equals). If they divide none, the largest is padded with zeros. Leaves of at most one
+element are replicated, and so are those below `config.param_persistence_threshold`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class LeafSpec:
     stages: DimSharding | None = None
 
     def split_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes, among `axes`, of the split `layout`: those that `other_axes` lacks."""
+        """Return which of `axes` split the leaf by `layout`: those that are not in `other_axes`."""
         others = axes_of(self.other_axes)
         return tuple(axis for axis in axes if axis not in others)
 

@@ -169,7 +169,10 @@ def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
 
 
 def rng_leaves(tree: Any) -> list[bool]:
-    """Return, for each leaf, whether it is a key or counter of `nnx.Rngs`; devices share these."""
+    """Return, for each leaf, whether it is a key or counter of `nnx.Rngs`.
+
+    These are equal on all devices.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [False] * len(jax.tree.leaves(tree))

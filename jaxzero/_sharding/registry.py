@@ -41,8 +41,8 @@ class Registry:
     def add(self, layout: TreeLayout) -> TreeLayout:
         """Store `layout` and return it.
 
-        If it was made without `specs`, and an earlier tree of equal structure and shapes with
-        `specs`, the stored and returned layout has the splits of the earlier tree.
+        If `layout` was made without `specs`, and an earlier layout of equal structure and shapes
+        was made with `specs`, the result has the splits of the earlier layout.
         """
         alike = self._layouts.setdefault(layout.treedef, [])
         equal = next((old for old in alike if old.shapes == layout.shapes), None)
@@ -127,8 +127,8 @@ class Registry:
     def is_placed_otherwise(self, tree: Any, layout: TreeLayout) -> bool:
         """Return whether a tree certainly has other shardings than `layout`, which has its shapes.
 
-        It certainly has if no array is traced, and at least one is a NumPy array, or a `jax.Array`
-        whose sharding is not that of the layout.
+        The result is True if no array is traced, and at least one is a NumPy array, or a
+        `jax.Array` whose sharding is not that of the layout.
         """
         arrays = array_leaves(tree)
         is_otherwise = [
@@ -164,7 +164,7 @@ class Registry:
         )
 
     def _devices_of(self, x: Any) -> Any:
-        """Return the devices that an array is on; None if it is on none."""
+        """Return the devices that an array is on; None if it is on the host."""
         sharding = getattr(x, "sharding", None)
         on = getattr(sharding, "mesh", None)
         if isinstance(on, AbstractMesh):  # a struct in the host memory of devices that are absent

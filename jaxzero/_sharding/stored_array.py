@@ -270,7 +270,7 @@ def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
 
 
 def _has_one_more(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether `shape` equals `other` if one of its dims is left out."""
+    """Return whether `shape` has one dim more than `other`, and is equal to it without that dim."""
     return any(shape[:i] + shape[i + 1 :] == other for i in range(len(shape)))
 
 

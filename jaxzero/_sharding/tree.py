@@ -69,7 +69,7 @@ class TreeLayout:
         return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 
     def whole(self, arrays: Sequence[Any]) -> Any:
-        """Build the tree with ordinary arrays in place of its arrays, without `StoredArray`s."""
+        """Build the tree from ordinary arrays, one in place of each stored array."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def with_statics_of(self, tree: Any) -> TreeLayout:

@@ -1,5 +1,6 @@
-"""Leaves, such as experts, that are split over `local` along a dim of their own, and stay split.
+"""Configure leaves, such as experts, that stay split over the devices of a node.
 
+Such a leaf is split over the mesh axis `local` along one dim, and never gathered over that axis.
 With `local` devices in a node, a device has `size / local` entries of the dim, and the program sees
 only these. The leaf is further split over `node`, along another dim. It is gathered, and its
 gradient is reduced, over `node` only. The gradient on a device already covers the rows of all
@@ -61,7 +62,7 @@ class Ungathered:
         """Return the split of a leaf over `local`; None if it is not split.
 
         A leaf is not split if no pattern matches it, if a node has one device, or if its shape
-        cannot be split along the dim, as that of statistics in an optimizer's state.
+        cannot be split along the dim, such as the shape of statistics in an optimizer's state.
         """
         num = mesh.shape[LOCAL]
         if num == 1 or not any(fnmatch.fnmatchcase(path, x) for x in self.patterns):
@@ -83,7 +84,7 @@ class Ungathered:
 
         Args:
             leaves: the layouts of the leaves, `LeafSpec`s.
-            mesh: has the devices of a node.
+            mesh: gives the number of devices of a node.
             matched: the patterns that matched a leaf of an earlier tree. A pattern that matched one
                 may match no leaf of this tree, such as one of adapters (LoRA). Patterns that match
                 a leaf of this tree are added to the set.

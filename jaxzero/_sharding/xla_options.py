@@ -1,9 +1,10 @@
-"""Options of XLA's compiler that the schedule needs, to be passed to `jax.jit`.
+"""Choose options of XLA's compiler that let it carry out the schedule, for `jax.jit`.
 
-The plan of a program decides what may overlap with what; XLA's scheduler decides whether it does.
-On GPUs its defaults keep one collective under way at a time, and begin each as late as a guess of
-its duration allows. Figures are of Llama-7B on 2 x 8 H200, compiled and not run
-(`benchmarks/compiled/aot.py`). On CPUs XLA drops the plan's barriers before it schedules.
+The plan of a program decides which collectives may overlap with which computation; XLA's scheduler
+decides whether they do. On GPUs its defaults keep one collective under way at a time, and begin
+each as late as a guess of its duration allows. Figures in this file are of Llama-7B on 2 x 8 H200,
+compiled and not run (`benchmarks/compiled/aot.py`). On CPUs XLA drops the plan's barriers before it
+schedules.
 
 `_PLATFORMS` has one row for each platform; `register_compiler_options` adds or changes one.
 """
@@ -142,8 +143,8 @@ def register_compiler_options(
 
     Args:
         platform: a name like `jax.devices()[0].platform`; it may be new.
-        options: names and values, which take precedence over those that are there. `None` takes an
-            option out.
+        options: names and values. They take precedence over existing options; the value `None`
+            removes an option.
 
     Raises:
         ValueError: `platform` is not a name, or an option is not a bool, number or string.

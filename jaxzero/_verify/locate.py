@@ -8,14 +8,14 @@ rows, each part should have
     the part's rows of the value for all rows, in backward perhaps times the number of parts, since
     each part takes its own mean.
 
-If it has no rows, either each part should have
+If it has no rows, each part should have either
 
-    the value for all rows, times the same factor; or
-    a term, so that the value for all rows is the sum or the mean of those of the parts.
+    the value for all rows, in backward perhaps times a power of the number of parts; or
+    a term of it, so that the value for all rows is the sum or the mean over parts.
 
 The first value in program order for which none of these holds shows where rows of different parts
-meet.
-Values count as equal if they agree in half of their digits, since roundings may change the others.
+meet. Values count as equal if they agree in half of their digits, since roundings may change the
+other digits.
 With several processes, each computes the values of all parts by itself, on a device of its own.
 """
 
@@ -228,7 +228,9 @@ class _Lockstep:
     def _judged(
         self, operation: Operation, pair: _Pair, inputs: Sequence[_Pair], where: str
     ) -> _Pair:
-        """Compare `whole` with `parts`; return the pair, with `source` if they are its terms.
+        """Compare a value for all rows with those of the parts, and return the pair.
+
+        If the value for all rows is the sum or mean of the others, `source` is set in the result.
 
         Raises:
             _FoundError: none of the relations in the docstring of this module holds.
