@@ -370,7 +370,7 @@ def _pack_halves(codes: UInt8[Array, "*rows b"]) -> UInt8[Array, "*rows half"]:
 def unpack(
     packed: UInt8[Array, "*rows m"], num: int, block: int, bits: int
 ) -> UInt8[Array, "*rows k b"]:
-    """Return codes, one per byte, in blocks of `block`: the reverse of `pack`, 4 bits with sign."""
+    """Unpack codes to one per byte, in blocks of `block`; 4-bit codes are sign-extended."""
     check_packable(bits)
     if bits == 8:
         return split(packed, block)

@@ -1,8 +1,9 @@
 """Encode and decode messages in columns, by kernels in programs for TPUs and by XLA elsewhere.
 
-`_columns` describes pieces and messages. A kernel is used only for pieces whose rows are not cut
-into parts, for blocks of 128 to 1024 numbers with integer codes, and inside a `shard_map` over all
-axes (`_column_walk`). If the caller names the implementation "xla", no kernel is used.
+A message holds the quantized numbers of a piece of an array, as `_columns` describes. A kernel is
+used only for pieces whose rows are not cut into parts, for blocks of 128 to 1024 numbers with
+integer codes, and inside a `shard_map` over all axes (`_column_walk`). If the caller names the
+implementation "xla", no kernel is used.
 
 Letters in shapes: as in `_columns`.
 """

@@ -1,4 +1,4 @@
-"""Run each operation by the implementation that a caller names, or by the default.
+"""Quantize and dequantize by the implementation that a caller names, or by the default.
 
 The default (`None`) can do everything. A named implementation that cannot do an operation raises an
 error with the reason before anything is traced. Whether there is a GPU is not checked here, because

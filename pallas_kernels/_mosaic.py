@@ -212,9 +212,9 @@ def _put(place: Place | None, message: UInt8[Array, "n m"]) -> UInt8[Array, "n _
 
 
 def _here(walk: Walk) -> tuple[Any, Any, Any]:
-    """Return the place of this warpgroup's tile in an array of shape `walk.shape`.
+    """Return where the tile of this warpgroup begins in an array of shape `walk.shape`.
 
-    It is the index of the tile's first element, its piece, and its first block in the piece.
+    As three indices: of an element of the flat array, of a piece, and of a block of the piece.
     """
     outer, pieces, inner = walk.shape
     block, rows = walk.tile_layout.block, walk.tile_layout.rows

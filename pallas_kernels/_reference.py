@@ -1,4 +1,4 @@
-"""The reference of each operation in `jax.numpy`, and the default implementation, `xla`.
+"""Quantize and dequantize in `jax.numpy`: the default, `xla`, with which kernels are compared.
 
 Legend: an array that is cut into n pieces along one dim is `x.reshape(o, n, -1)`, `[o, n, i]`: o is
 the product of the dims before that dim, i the number of elements of a piece for each of the o

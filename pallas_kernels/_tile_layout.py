@@ -25,7 +25,7 @@ from ._memory import Window
 
 @dataclasses.dataclass(frozen=True)
 class TileLayout:
-    """How the blocks of a tile are divided into parts (see `_tile`).
+    """The division of the blocks of a tile into parts (see `_tile`).
 
     Attributes:
         rows: number of blocks in the tile.

@@ -1,7 +1,7 @@
 """Predict how long the gradients of each plan take, from the programs compiled so far.
 
-Let `c`, `n` and `l` be the least seconds of a plan's matrix products, of the bytes that enter a
-node, and of the bytes that enter a device. The program of the gradients is expected to take
+Let `c` be the least seconds that a plan's matrix products take, `n` those that its bytes take to
+enter a node, and `l` those to enter a device. The program of the gradients is expected to take
 
     t = m + e (b c + n + l - m),  where m = max(b c, n, l).
 
@@ -10,8 +10,8 @@ is almost the same for all plans of a model. `e` is the part of the two shorter 
 overlap with the longest. Without prefetch it is 1; with prefetch it depends on the preset. The
 expected `e` was set on Llamas of 1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`).
 
-`b` is one of a grid of values. For each of them, `t / m` is linear in the other unknowns, so each
-has a linear regression. Observed times say how likely each value of `b` is.
+`b` is one of a grid of values. For a given `b`, `t / m` is linear in the other unknowns. So there
+is a linear regression for each value of `b`, and observed times say how likely each value is.
 
 Under a budget of activations, `t` also has the seconds in which dropped operations are repeated.
 Dropped activations are not written and read: how much time that saves is learned for each loss.

@@ -1,7 +1,7 @@
 """Make meshes of absent GPUs, for which XLA can compile but not run programs.
 
-This needs no GPU, but the `aot` extra, which brings XLA's compiler for CUDA. The compiler prints
-that `cuInit` has found no GPU, which can be ignored.
+Such a mesh needs no GPU. It needs the `aot` extra, which brings XLA's compiler for CUDA. The
+compiler prints that `cuInit` has found no GPU, which can be ignored.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def layout_of_leaf(
 def split_over_tokens_axis(
     shape: tuple[int, ...], layout: DimSharding | None, mesh: AnyMesh
 ) -> PartitionSpec:
-    """Return the split of an array over the mesh axis `tokens`, along a dim not of the layout.
+    """Return the split of an array over mesh axis `tokens`, along another dim than the layout's.
 
     Since the dims differ, a gather over `node` and `local` leaves the parts along `tokens` in
     order. An array without a second dim to split, such as a vector, is not split over `tokens`.

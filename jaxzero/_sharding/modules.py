@@ -78,8 +78,8 @@ def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
         axes: the mesh axes that specs made here may name.
 
     Returns:
-        The tree without boxes, and `specs`. If `specs` is None, there are boxes, and `axes` is not
-        empty, specs are made instead from the mesh axes that the boxes name for GSPMD.
+        The tree without boxes; and `specs`, or if the user gave none, the specs that the boxes name
+        for GSPMD, restricted to `axes`. None if there are no boxes either.
     """
     meta = sys.modules.get("flax.core.meta")
     if meta is None:

@@ -1,4 +1,4 @@
-"""Define `StoredArray`, a leaf that is stored padded or encoded, and functions on such trees.
+"""Define `StoredArray`, a leaf that is stored padded or encoded, and functions on its trees.
 
 A leaf with a dim that the devices divide evenly is stored as a plain `jax.Array` in its own shape.
 Any other leaf is stored padded with zeros, or encoded. Then the stored array and its layout form
@@ -64,7 +64,7 @@ def path_endings(path: tuple[Any, ...]) -> Iterator[str]:
 
 
 def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
-    """Return, for each leaf of `tree`, the leaf of a tree prefix at or above it.
+    """Spread a tree prefix over a tree: return, for each leaf of `tree`, the prefix's leaf for it.
 
     Args:
         prefix: a tree prefix of `tree`, with leaves of type `kind`.

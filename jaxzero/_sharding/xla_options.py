@@ -95,8 +95,8 @@ class _Platform:
     Attributes:
         always: options of every program.
         before_0_11: further options before JAX 0.11.
-        offload, local_steps, nvlink, stages: further options, or None for an option to remove, of
-            programs for which the argument of this name of `compiler_options` is true.
+        offload, local_steps, nvlink, stages: changes of these options for a program, if the
+            argument of `compiler_options` with the same name is true. None removes an option.
     """
 
     always: Options = dataclasses.field(default_factory=dict)

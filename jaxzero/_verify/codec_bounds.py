@@ -128,7 +128,7 @@ def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfi
 
 
 def bounds_of(error: Any, result: Any) -> Any:
-    """Return bounds of the three numbers of `samples.measured`, `[3]`, for errors of codecs.
+    """Return bounds, `[3]`, of the change of a result by codecs, as `samples.measured` measures it.
 
     Args:
         error: for each element of a result, the bound of its error.

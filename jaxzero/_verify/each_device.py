@@ -104,7 +104,10 @@ class EachDevice:
         return [means[0], *aux, *means[1:]]
 
     def samples(self, results: Sequence[Any]) -> Samples:
-        """Measure how far `results` change if each operation is moved by its rounding error."""
+        """Measure how far results change if each operation's value is moved by its rounding error.
+
+        `results` are the unchanged results, those of `combined`.
+        """
         specs = list(self.problem.specs), PartitionSpec()
         run = jax.jit(map_devices(self._parts, self.mesh, specs, PartitionSpec(AXES)))
         return Samples.of(lambda seed: self.combined(on_host(run(self.arrays, seed))), results)

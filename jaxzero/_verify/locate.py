@@ -15,8 +15,8 @@ If it has no rows, each part should have either
 
 The first value in program order for which none of these holds shows where rows of different parts
 meet. Values count as equal if they agree in half of their digits, since roundings may change the
-other digits.
-With several processes, each computes the values of all parts by itself, on a device of its own.
+other digits. With several processes, each process computes the values of all parts by itself, on a
+device of its own.
 """
 
 from __future__ import annotations

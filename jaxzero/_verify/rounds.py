@@ -283,7 +283,7 @@ class RoundVerification:
         return self._compare(sent, samples, ", encoded")
 
     def _nodes(self, got: dict[str, list[Any]], checks: Sequence[Check]) -> str:
-        """Return a sentence with the nodes on which the worst result is wrong; "" if none is."""
+        """Return a sentence that names the nodes where the worst result is wrong, or ""."""
         pairs = zip(checks, self._pairs(got), strict=True)
         wrong = [(x, i, y) for x, (i, y) in pairs if not x.ok and self.kinds[i][0] in _OF_NODES]
         if not wrong:

@@ -27,7 +27,8 @@ class Samples:
     """How far samples of the results of a program are from the results themselves.
 
     Attributes:
-        values: the three numbers of `measured` for each sample and result, `[samples, results, 3]`.
+        values: for each sample and result, the three numbers that `measured` returns, `[samples,
+            results, 3]`.
     """
 
     values: Any

@@ -1,4 +1,4 @@
-"""Compare the update of the parameters by the step with that by optax on one device."""
+"""Compare the parameters that a step has updated with those that optax updates on one device."""
 
 from __future__ import annotations
 
