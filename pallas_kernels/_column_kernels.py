@@ -3,8 +3,8 @@
 XLA compiles an operation on columns as five to ten fusions, each unrolled over many tiles, and does
 so anew for every shape. In a kernel, a grid walks over a message, 128 columns and a chunk of blocks
 at a time, and a loop walks over the blocks of a chunk. A block, which is a matrix of `b` x 128, is
-read, rotated, rounded and packed; or it is decoded, added up and rotated back. That takes a
-thirtieth of the instructions.
+read, rotated, rounded and packed; or it is decoded, added up and rotated back. A kernel has a
+thirtieth of the instructions of the fusions.
 
 In a message, the rows of scales follow those of codes. A kernel that writes a message keeps scales
 in the core's memory until the last step of its grid writes them. A kernel that reads a message gets

@@ -355,7 +355,7 @@ def _sum(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """Decode the tile at block `first` of each message, and sum in float32 in their order.
+    """Decode the tile at block `first` of each message; add up in float32, in their order.
 
     If the format rotates, rotated blocks are summed separately, and their sum is rotated back.
     """

@@ -24,7 +24,7 @@ from .job import Job, Shapes, placed
 from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
 from .target import absent_mesh
 
-FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be traced
+FAILURES = (NotImplementedError, ValueError)  # raised if a candidate cannot be traced
 
 
 class UnsplitTokens(NotImplementedError):
@@ -84,7 +84,7 @@ class Bounder:
     # For each program of one node's step, its bounds and the bytes of its gradients.
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
-    _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
+    _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # by loss
     _plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
     _frontiers: dict[Any, tuple[Point, ...]] = dataclasses.field(default_factory=dict)
 

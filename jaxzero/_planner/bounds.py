@@ -124,7 +124,7 @@ class Work:
         traffic, host = report.traffic, report.host_traffic
         assert traffic is not None
         held = sum(report.device_bytes(kind) for kind in report.kinds)
-        if wire_state is not None:  # node slices are split inside a node, residuals over all
+        if wire_state is not None:  # node slices are split in a node, residuals over all devices
             held += _num_bytes(wire_state.slices) // cluster.local
             held += _num_bytes(wire_state.errors) // cluster.num_devices
         # Gradients are read; parameters and state are read and written.

@@ -34,7 +34,7 @@ _PRESETS = {
     "zeropp": zeropp,
     "zeropp4": zeropp4,
 }
-_CODE = {"stage 2": "jz.ZeroConfig(stage=2)"}  # of a preset that is no function
+_CODE = {"stage 2": "jz.ZeroConfig(stage=2)"}  # code of the presets that are no functions
 _QUANTIZED = ("zeropp", "zeropp4")
 Layers = str | tuple[str, ...]  # the type of `Stages.layers`
 _OFFLOAD = {
@@ -262,7 +262,7 @@ def with_budgets(
             activations are computed again. The point with the least bytes is first.
     """
     for i, point in enumerate(frontier if candidate.config.schedule.prefetch else frontier[:1]):
-        budget = Activations(budget_bytes=point.num_bytes if i else 0)  # 0: the least there is
+        budget = Activations(budget_bytes=point.num_bytes if i else 0)  # 0: as few as possible
         config = dataclasses.replace(candidate.config, activations=budget)
         yield dataclasses.replace(candidate, config=config), point
 

@@ -13,7 +13,7 @@ from .durations import Durations
 from .rounds import RoundBounds
 from .temporaries import Temporaries
 
-_DRAWS = 512  # a probability that is counted from them is off by about 2%
+_DRAWS = 512  # samples; a probability that is estimated from them is off by about 2%
 
 
 class Estimates:

@@ -22,8 +22,8 @@ from .._collectives import all_gather
 from .._mesh import AXES, HOST, LOCAL, NODE, map_devices
 from .._processes import exchange_json, process_count
 
-_REPEATS = 5  # of which the median counts: another program may interrupt one
-_MEETING_SECONDS = 300.0  # in which all processes compile and time a call
+_REPEATS = 5  # calls, whose median is taken: another program may interrupt one
+_MEETING_SECONDS = 300.0  # the timeout in which all processes compile and time a call
 _SPLIT = PartitionSpec(AXES)
 
 
@@ -60,7 +60,7 @@ def measure(mesh: Mesh) -> Measured:
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # matrix side, vector length
-    sent = num // 4  # of the vectors that are gathered
+    sent = num // 4  # length of the vectors that are gathered
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     host_link = _host_link(mesh, num)
     bandwidth = 2 * 4 * num / _seconds(mesh, lambda x: x + 1, (num,), jnp.dtype(jnp.float32))

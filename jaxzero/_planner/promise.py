@@ -18,8 +18,8 @@ import numpy as np
 
 # While a known plan fits with at most this probability, every gain is worth a compile.
 _FOUND = 0.05
-# A plan that fits with at least this probability is sure. While one that is not sure is compiled in
-# full, no other is.
+# A plan that fits with at least this probability is sure. While a plan that is not sure is compiled
+# in full, no other plan is compiled.
 _SURE = 0.9
 
 
@@ -35,7 +35,7 @@ class Promise:
     """
 
     def __init__(self, values: np.ndarray, known: np.ndarray, memory: np.ndarray):
-        # In draws in which no known plan fits, the best is taken to be twice the worst value.
+        # In draws in which no known plan fits, the best known value is taken to be twice the worst.
         everything = np.concatenate([values, known], axis=1)
         self._worst = np.log(2) + np.max(everything, where=np.isfinite(everything), initial=0.0)
         self._values = values.copy()

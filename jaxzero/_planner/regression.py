@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Name = tuple[str, ...]  # of a feature: what it is, and of which preset, program or loss
-Features = Mapping[Name, float | int]  # those that are absent are 0
+Features = Mapping[Name, float | int]  # values by name; a feature that is absent is 0
 
 
 def names_of(*features: Sequence[Features]) -> list[Name]:

@@ -33,7 +33,7 @@ from .rounds import RoundBounds
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
-_LEAST_GAIN = 0.005  # of the step, by all plans together: less is not worth a compile
+_LEAST_GAIN = 0.005  # the least gain, of all plans together, that is worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
@@ -65,7 +65,7 @@ class Search:
     tries_budgets: bool = False
     rows: dict[Candidate, PlanRow] = dataclasses.field(default_factory=dict)
     bounds: dict[Candidate, Bounds | RoundBounds] = dataclasses.field(default_factory=dict)
-    temporaries: dict[Candidate, int] = dataclasses.field(default_factory=dict)  # of its program
+    temporaries: dict[Candidate, int] = dataclasses.field(default_factory=dict)  # bytes, by plan
     programs: dict[str, str] = dataclasses.field(default_factory=dict)  # names of plans, by key
     failures: list[tuple[str, Exception]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -213,7 +213,7 @@ class Search:
         end = len(rows)
         promise = Promise(values[:, :end], values[:, end:], memory[:, :end])
         in_full = "proxy" in stages
-        if in_full and most == 1 and not known:  # the last is for a plan that is sure
+        if in_full and most == 1 and not known:  # the last compile is for a sure plan
             promise.keep_sure()
         chosen: list[PlanRow] = []
         losses = {row.candidate.loss for row in rows}

@@ -29,7 +29,7 @@ class _Gpu:
     cores: int = 132
     fpus: int = 128  # of a core
     core_memory: int = 233472  # shared memory of a core
-    block_memory: int = 232448  # and of a block
+    block_memory: int = 232448  # shared memory of a block
     cache: int = 52428800
     gigahertz: float = 1.98
     bandwidth: int

@@ -232,7 +232,7 @@ def array_leaves(tree: Any) -> list[Any]:
 
 
 def of_arrays(tree: Any, values: Iterable[Any]) -> list[Any]:
-    """Return those of `values`, one for each leaf of a tree, that belong to arrays."""
+    """Return the values of the arrays of a tree; `values` has one for each leaf."""
     pairs = zip(flatten(tree)[1], values, strict=True)
     return [value for leaf, value in pairs if is_array(leaf)]
 

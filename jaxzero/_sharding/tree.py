@@ -157,7 +157,7 @@ def lay_out(
             laid_out.append(_as_stored(leaf, name, codec))
             continue
         other = _with_ungathered(other, name, leaf, mesh, config)
-        # State that its gradient overwrites is small, read in full and never encoded: replicated.
+        # State that its gradient overwrites is replicated: it is small, and read in full.
         layout = None if is_state else layout_of_leaf(leaf, mesh, config, other)
         shape = tuple(leaf.shape)
         stages = split_over_stages(shape, other, mesh)

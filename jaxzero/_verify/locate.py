@@ -156,7 +156,7 @@ class _Lockstep:
             return None
         env: dict[Value, _Pair] = {}
         env.update(zip(whole.inputs, inputs, strict=True))
-        names = dict(zip(part.inputs, whole.inputs, strict=True))  # of a part: of the whole
+        names = dict(zip(part.inputs, whole.inputs, strict=True))  # from part to whole
 
         def read(x: Any, y: Any) -> _Pair:
             if isinstance(x, Value) and isinstance(y, Value):

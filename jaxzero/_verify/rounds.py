@@ -28,7 +28,7 @@ from .samples import Samples, checked, measured
 LOSS, OWN, STATE = "loss", "own parameter", "optimizer state"
 OUTER, OUTER_STATE, NEXT = "outer parameter", "outer state", "parameter"
 _DELTA = "pseudo-gradient"
-_OF_NODES = (LOSS, OWN, STATE, NEXT)  # `[nodes, ...]`
+_OF_NODES = (LOSS, OWN, STATE, NEXT)  # kinds of results `[nodes, ...]`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

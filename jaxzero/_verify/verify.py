@@ -70,7 +70,7 @@ class Verification:
         self.want = self.one.run()
         self.samples = self.one.samples(self.want, False, False)
         self.is_random = self.one.is_random
-        # What a right result may differ by: random numbers fall on other rows.
+        # How far a right result may be off, since random numbers may fall on other rows.
         self.allowed = self.one.samples(self.want, True, False) if self.is_random else self.samples
         self._each: EachDevice | None = None
 
@@ -257,7 +257,7 @@ class Verification:
         rows = self.problem.rows_per_device(self.runs.mesh)
         other = 1 if num > 1 else next((k for k in (2, 3, 5) if rows % k == 0 and rows), None)
         if self.problem.counted is not None:
-            other = None  # their number says which rows are computed
+            other = None  # the number of micro-batches says which rows are computed
         if other is not None:
             changed, _ = self.runs.step(self.problem.arrays, other, False)
             variations.append(
