@@ -45,7 +45,10 @@ def all_gather(
     dtype: DTypeLike,
     parts: Sequence[int] = (),
 ) -> Float[Array, "o n i"]:
-    """All-gather `x_oi` by one kernel, with the result of `_collectives.gather_reference`."""
+    """All-gather `x_oi` by one kernel, which compiles, never executed.
+
+    The result is that of `_collectives.gather_reference`.
+    """
     outer, inner = x_oi.shape
     tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oi[:, None])

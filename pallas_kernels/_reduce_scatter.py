@@ -50,7 +50,10 @@ def reduce_scatter(
     config: RemoteConfig,
     parts: Sequence[int] = (),
 ) -> Float32[Array, "o i"]:
-    """Reduce-scatter `x_oni` by one kernel, with the result of `_collectives.scatter_reference`."""
+    """Reduce-scatter `x_oni` by one kernel, which compiles, never executed.
+
+    The result is that of `_collectives.scatter_reference`.
+    """
     outer, _, inner = x_oni.shape
     tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oni)
