@@ -276,7 +276,7 @@ def _product(
 def _product_in_parts(
     matrix: Float32[np.ndarray, "w w"], x_nkwr: Float[Array, "n k w r"]
 ) -> Float32[Array, "n k w r"]:
-    """Multiply groups by `matrix` as `_product` does, for a TPU: in bfloat16, summed in float32.
+    """Multiply each group of `x_nkwr` by `matrix` on a TPU: in bfloat16, summed in float32.
 
     The matrix is exact in bfloat16, and a float32 is the sum of three bfloat16 parts, so all
     products are exact. XLA by itself would also cut the matrix into parts, of which all but one are

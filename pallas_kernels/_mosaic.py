@@ -245,7 +245,7 @@ def _call(
 def _fill(
     name: str, body: Callable[..., None], place: Place, grid: int, scratch: dict[str, Any]
 ) -> Callable[..., UInt8[Array, "n _"]]:
-    """Return a function that runs a kernel as `_call` does, and returns the array of `place`."""
+    """Return a function that runs the kernel `body`, and returns the filled array of `place`."""
 
     def filled(*args: Array) -> Array:
         if place.array is None:

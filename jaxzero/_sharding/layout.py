@@ -176,7 +176,7 @@ class LeafSpec:
         return math.prod(self.shape[self.num_lead :])
 
     def messages(self, codec: Codec, num_shards: int) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the leaf as messages of `codec`: `[*lead, num_shards, m]`."""
+        """Return the struct of the leaf as messages: `[*lead, num_shards, *shape of a message]`."""
         lead = self.num_lead
         size = math.prod(self.padded_shape[lead:]) // num_shards
         message = codec.message(size, self.dtype)

@@ -28,7 +28,7 @@ _FP8_STATE = {*_HISTORIES, *(f"{x}_scale" for x in ("input", "kernel", "output_g
 
 
 def trained_leaves(tree: Any) -> list[bool | None]:
-    """Return, for each leaf, whether the module that holds it trains it; None if none holds it.
+    """Return, for each leaf, whether its module trains it; None for a leaf outside of modules.
 
     Raises:
         ValueError: an `nnx.Module` holds one `Variable` in two places.

@@ -160,7 +160,7 @@ class _Moved:
 
 
 def _errors(equation: Any, inputs: list[Any], outputs: list[Any], product_eps: float) -> list[Any]:
-    """Return the rounding error of each element of each output; None for an exact output."""
+    """Return the rounding errors of the elements of each output; None for an exact output."""
     name = equation.primitive.name
     terms = _num_terms(equation, inputs, outputs)
     if terms is not None and _rounds(outputs[0]):
