@@ -141,7 +141,7 @@ class _Lockstep:
     def _block(
         self, whole: Block, part: Block, inputs: Sequence[_Pair], where: str
     ) -> list[_Pair] | None:
-        """Run a block of each program in step, and return the values of the outputs.
+        """Run a block of both programs in lockstep, and return the values of its outputs.
 
         Args:
             whole: the block of the program for all rows.
