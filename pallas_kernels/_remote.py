@@ -171,7 +171,7 @@ class Tiling:
     def inbox(self, devices: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Return the shapes of a device's inboxes for codes and for scales.
 
-        Their dims are sender, thread block, slot and row; codes also have the bytes of a row.
+        Their dims are sender, thread block, slot and row; codes have a last dim of bytes.
         """
         places = (devices, self.blocks, self.slots, self.rows)
         codes = (*places, self.format.code_bytes(self.format.block))

@@ -199,7 +199,7 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
 
 
 def _is_overwritten_type(kind: type) -> bool:
-    """Return whether a type of variable is, or derives from, that of `_overwrite_with_gradient`."""
+    """Return whether a variable type belongs to the collection `_overwrite_with_gradient`."""
     variablelib = sys.modules["flax.nnx"].variablelib
     known = variablelib.VariableTypeCache.get(_OVERWRITTEN)
     return any(base is known or base.__name__ == _OVERWRITTEN for base in kind.__mro__)
