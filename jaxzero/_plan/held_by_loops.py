@@ -65,7 +65,7 @@ def most_held(schedule: CommSchedule) -> int:
 
 
 def limit_held(schedule: CommSchedule) -> CommSchedule:
-    """Return the schedule with `live_bytes` of at most `most_held`, for a body that gathers."""
+    """Return the schedule for a body that gathers constants: `live_bytes` at most `most_held`."""
     limit = most_held(schedule)
     live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
     return dataclasses.replace(schedule, live_bytes=live_bytes)

@@ -147,7 +147,7 @@ class LayerMemory:
         """Find the costly operations of a layer that operation `at` depends on, the last one first.
 
         Returns:
-            For each of them, the index of the next operation of the layer, and its own output.
+            For each costly operation, the index of the operation after it, and one of its outputs.
         """
         candidates = []
         operations = self._block.operations

@@ -39,7 +39,7 @@ class ShardedParam:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A weight, and cheap operations on it, which run on its shard or after its gather."""
+    """A value that cheap operations make of a weight, on its shard or after its gather."""
 
     weight: ShardedParam
     ops: tuple[movable_ops.Op, ...] = ()
@@ -58,7 +58,7 @@ class View:
 
     @property
     def gathered(self) -> View:
-        """The view that is gathered: without the operations that run after the gather."""
+        """The part of this view that is gathered: operations that run after the gather are cut."""
         before, _ = movable_ops.before_gather(self.ops, self.weight.layout, self.weight.shape)
         return View(self.weight, before)
 

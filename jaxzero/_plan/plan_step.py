@@ -38,9 +38,9 @@ class Hop:
         axis: the mesh axis.
         at: the operation of the block, by index, before which the bucket is sent over it; the
             number of operations at the end.
-        before: its name; "" at the end.
-        lag: in a loop, the number of iterations between that of the bucket's layer and the one in
-            which the bucket is sent; negative if it is sent before.
+        before: the name of that operation; "" at the end.
+        lag: in a loop, how many iterations after that of its layer the bucket is sent; negative:
+            before it.
     """
 
     axis: str
@@ -148,7 +148,7 @@ def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[Pla
 def _copy(
     x: HostTransfer, region: str, path: tuple[int, ...], trips: int, *, group: int = 0, **when: Any
 ) -> PlanStep:
-    """Return the step of a copy; `when` are the fields of `PlanStep` for its begin and end."""
+    """Return the plan's step for a copy; `when` has the `PlanStep` fields of its begin and end."""
     action = "fetch" if x.to == "device" else "offload"
     array = x.name, x.shape, x.dtype, x.num_bytes
     return PlanStep(region, action, group, *array, trips, path, **when)
@@ -204,7 +204,10 @@ class _BlockSteps:
 
     @functools.cached_property
     def _at_end(self) -> list[tuple[Value, ReduceSpec]]:
-        """Pairs of an output that is reduced last and its reduction; two leaves may share one."""
+        """The outputs that are reduced at the block's end, each with its reduction.
+
+        A value that is the gradient of two leaves occurs twice.
+        """
         outputs, specs = self.plan.block.outputs, self.plan.gradients.at_end
         pairs = ((outputs[i], spec) for i, spec in specs.items())
         return [(x, spec) for x, spec in pairs if isinstance(x, Value)]

@@ -47,8 +47,8 @@ def find_ties(
     operation reads, until the next costly operation.
 
     The value is never a gradient that is about to be sent: nothing else reads such a gradient
-    afterwards, so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a
-    swap of its factors, unless something else reads the product, as a tie to a gradient would.
+    afterwards, so XLA drops it from the barrier. Also, such a tie would be a second reader of a
+    product, and XLA then no longer replaces the product's transpose by a swap of its factors.
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):
