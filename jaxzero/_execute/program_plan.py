@@ -329,7 +329,7 @@ def _with_means(
 def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
-    """Return the output index of each gradient that is final once reduced, with its leaf index."""
+    """Return the gradients that are final once reduced: the leaf's index by the output's index."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
     # A weight with a twin is not final: the twin's gradient is added at the end of the step.
@@ -352,9 +352,9 @@ def _gather_axes(comm: CommSpec, keeps_slices: bool) -> tuple[str, ...]:
 
 
 def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:
-    """Return the configured schedule; on one device without buckets, and without useless prefetch.
+    """Return the configured schedule; if weights are not sharded, change what has no use there.
 
-    There prefetch is useful only if the program `fetches` from host memory.
+    Buckets have none. Prefetch has one only if the program `fetches` weights from host memory.
     """
     if comm.num_shards > 1:
         return comm.schedule

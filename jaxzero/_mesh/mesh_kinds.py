@@ -126,7 +126,7 @@ class SimulatedMesh:
         return jnp.moveaxis(x, range(len(dims)), dims).reshape(shape)
 
     def _axis_dims(self, spec: PartitionSpec, ndim: int) -> list[int]:
-        """Return the dim of each mesh axis if every split dim is reshaped to `(*axes, shard)`."""
+        """Return where each mesh axis is among the dims, once split dims are `(*axes, shard)`."""
         order = [name for axes in axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
 
@@ -227,7 +227,7 @@ def exchange_in_turn(name: str, x: Any, params: dict[str, Any]) -> Any:
 
 
 def refuse_exchanges_inside(equation: Any) -> None:
-    """Raise `NotImplementedError` for collectives in an equation that `vmap` computes wrongly."""
+    """Raise `NotImplementedError` if an equation contains collectives that `vmap` gets wrong."""
     for inner in equations_inside(equation):
         name, axes = inner.primitive.name, inner.params.get("axis_name", ())
         if name == "all_to_all" or (name in EXCHANGES and len(axes) > 1):
@@ -239,7 +239,7 @@ def refuse_exchanges_inside(equation: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NodeMesh:
-    """The devices of one node of `mesh`, for functions that `map_nodes` traces."""
+    """A stand-in for `mesh` with the devices of one node, for functions that `map_nodes` traces."""
 
     mesh: Mesh | SimulatedMesh
 

@@ -93,7 +93,7 @@ def exchange_over_tokens(x: Any, dim: int | None, collective: str) -> Any:
 
 
 def exchange_of(equation: Any) -> str | None:
-    """Return the collective that `exchange_over_tokens` named in an equation; None for others."""
+    """Return the name that `exchange_over_tokens` gave to an equation's collective; else None."""
     if equation.primitive.name != "sharding_constraint":
         return None
     found = re.search(f"{_EXCHANGE}([a-z-]+)", str(equation.source_info.name_stack))
@@ -156,9 +156,9 @@ def split_weight(x: Any, other: int) -> Any:
 def split_weight_gradient(x: Any, other: int) -> Any:
     """Sum the gradient of a full weight over `tokens`, into the parts of `split_weight`.
 
-    The first constraint is on the whole gradient, the second on its parts. With the second alone,
-    the compiler gathers the activations of all tokens, and each device computes its part of the
-    gradient from these.
+    The gradient is first constrained to be whole, then to be split. With the second constraint
+    alone, the compiler gathers the activations of all tokens, and each device computes its part of
+    the gradient from these.
     """
     parts = split_weight(x, other)
     return x if parts is x else split_weight(whole_weight(x), other)

@@ -284,7 +284,10 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Return whether a `Reduce` of a group, or of its previous iteration, is emitted."""
+        """Return whether a `Reduce` of a group is emitted already.
+
+        In a pipelined loop that one reduces the gradients of the previous iteration.
+        """
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:

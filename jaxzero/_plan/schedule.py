@@ -366,7 +366,7 @@ def _continued(
     starts: list[int],
     num: int,
 ) -> int | None:
-    """Return the earlier loop that ends with the first messages of loop `index`; None if none.
+    """Return the earlier loop that gathers the first weights of loop `index` at its end; or None.
 
     The earlier loop lies at most `num` groups before, has as many iterations in the other
     direction, and gathers the same views of the same stacks. Forward and backward are such a pair.

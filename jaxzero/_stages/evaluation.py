@@ -1,7 +1,7 @@
 """Compute values of a program on demand, and the first or the last stage's part of gradients.
 
 The gradient of a weight outside of the layers may come from both ends of a pipeline. For example,
-that of an embedding that is also the head comes from the first stage and from the last. It is a sum
+an embedding that is also the head gets gradients on the first stage and on the last. It is a sum
 
     g = at_head + of_layers(cotangents)
 
@@ -57,7 +57,7 @@ class Evaluation:
         given: the values that are known at first.
         loops: the layer loops, which are never run here.
         exists: a scalar, false in a tick that has no micro-batch: then the operations that are run
-            have no effects on the host, such as prints. None: they always have.
+            have no effects on the host, such as prints. None: they always have these effects.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ def before_widening(block: Block, atom: Atom) -> Atom:
 def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
     """Return the values in the body of the backward loop that are zero if no micro-batch exists.
 
-    Then all cotangents are zeros: the loop's carry, and `travelling`. The other inputs are those of
+    All cotangents are then zeros: the loop's carry, and `travelling`. The other inputs are those of
     some existing micro-batch. So a product of a cotangent and another input is zero, unless that
     micro-batch has values that are not finite.
     """
@@ -181,11 +181,11 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
-    """Return what `_zeros` finds in the body of a loop, if it holds in all iterations.
+    """Find the values in the body of a loop that are zero in all iterations; return as `_zeros`.
 
     Args:
         loop: the loop.
-        given: for each input of the loop whether it is zero; None: it depends on no cotangent.
+        given: for each input of the loop, whether it is zero; None: it depends on no cotangent.
     """
     given, carry = [*given], slice(loop.num_constants, loop.first_stack)
     while True:
@@ -199,7 +199,7 @@ def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]
 
 
 def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
-    """Find the values of a block that are zero since the cotangents that they depend on are.
+    """Find the values of a block that are zero because they depend on cotangents of zero.
 
     Args:
         block: the block.
@@ -282,10 +282,10 @@ def before_moves(block: Block, output: int) -> Any:
 
 
 class Sums:
-    """A split into two terms of each value that depends on the backward loop; it computes either.
+    """An evaluator of one of two terms, whose sum is a value that depends on the backward loop.
 
     One term, "of the layers", is linear in the results of the backward loop. The other, "the rest",
-    does not depend on them.
+    does not depend on these results.
 
     Args:
         block: the program.
@@ -344,7 +344,7 @@ class Sums:
         parts: dict[Value, Any] = {}
 
         def read(atom: Atom) -> Any:
-            """Return the term of an atom, None for zero; read an atom without terms in full."""
+            """Return an atom's term (None for zero), or its value if it is not split in terms."""
             if not is_part(atom):
                 return None
             if not isinstance(atom, Value) or atom not in self._tainted or atom in values.known:

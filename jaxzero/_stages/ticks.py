@@ -39,7 +39,7 @@ from .state import MicroBatch, State, masked, num_slots, zeros
 
 
 class Pipeline:
-    """The ticks of one stage: they run its part of each micro-batch, and send the messages.
+    """The ticks of one stage, which run the stage's part of each micro-batch and send messages.
 
     Args:
         cut: the program of one micro-batch, cut at its layer loops.
@@ -96,9 +96,9 @@ class Pipeline:
 
         Returns:
             An array for each output of the program; and an element of the first message of the last
-            ticks, for which later messages should wait, or None. A gradient of a stack is of this
-            stage's layers, one of another weight is this stage's term; both are summed over
-            micro-batches. Other outputs are `[microbatches, ...]`, equal on all stages.
+            ticks, for which later messages should wait, or None. Gradients are summed over
+            micro-batches: a stack's has this stage's layers, any other is this stage's term of a
+            sum. Outputs that are no gradients are `[microbatches, ...]`, equal on all stages.
         """
         with at_line_of(self.cut.forward):
             return self._run()
@@ -164,7 +164,7 @@ class Pipeline:
         return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
 
     def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
-        """Return True if a tick with these parts adds to sum `i`; some sums grow only in heads."""
+        """Return True if a tick, with the head or without it, adds to sum number `i`."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
             return stacks[i] is not None
@@ -172,7 +172,7 @@ class Pipeline:
         return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
 
     def _no_sums(self) -> list[Array]:
-        """Return zeros to start the sums of gradients with: first stacks, then other weights."""
+        """Return zeros to which gradients are added: first for stacks, then for other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
         outer = [self.cut.block.outputs[k] for k in self.outer]
         shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
@@ -189,7 +189,7 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run the parts of tick `number` whose flags are true; `receive` sends cotangents first.
+        """Run the parts of tick `number` whose flags are true; `receive`: first send cotangents.
 
         Returns:
             The state after the tick, and a list of terms to add to each sum of `_no_sums`.
@@ -372,7 +372,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` if the condition holds; else `others`, then zeros."""
+        """Return `made()` if the condition holds; else the arrays `others`, followed by zeros."""
         # `like` has a value of the program for each result: its dtype, and the shape of the zeros.
 
         def typed(arrays: list[Any]) -> list[Any]:
