@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction copies one traced equation, and its inputs need no work."""
+        """Return whether an instruction copies an equation and has no view of a weight to apply."""
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views

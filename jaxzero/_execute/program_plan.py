@@ -191,7 +191,7 @@ def _choose_layouts(
 def _can_fetch(i: int, wire_state: DeviceWireState, microbatches: int, comm: CommSpec) -> bool:
     """Return whether the program can fetch leaf `i` from host memory, one layer at a time.
 
-    It cannot if a node slice (hpZ) is made before the program runs: that takes the full shard.
+    It cannot if a node slice (hpZ) is made before the program runs, from the full shard.
     """
     makes_slice = _makes_slices(microbatches, comm) and i not in wire_state.slices
     return comm.hpz is None or makes_slice
@@ -220,10 +220,10 @@ def _slices_to_keep(
 ) -> frozenset[ShardedParam]:
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
-    All other node slices are made before the program runs. These are the slices of weights that the
-    program splits along another dim than storage does, and of weights whose messages in the wire
-    state count other layers than the program scans. (A stack of vectors, for example, is encoded as
-    one message.)
+    The slices of two kinds of weights are made before the program runs. The program splits the
+    first kind along another dim than storage does. The second kind is a stack whose slice in the
+    wire state does not have one message for each layer that the program scans: a stack of vectors,
+    for example, is encoded as one message.
     """
     if not _makes_slices(microbatches, comm):
         return frozenset()
@@ -352,9 +352,10 @@ def _gather_axes(comm: CommSpec, keeps_slices: bool) -> tuple[str, ...]:
 
 
 def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:
-    """Return the configured schedule; if weights are not sharded, change what has no use there.
+    """Return the configured schedule, changed if weights are not sharded, as on one device.
 
-    Buckets have none. Prefetch has one only if the program `fetches` weights from host memory.
+    Then gradients are not joined to buckets, and nothing is prefetched unless the program `fetches`
+    weights from host memory.
     """
     if comm.num_shards > 1:
         return comm.schedule

@@ -164,7 +164,7 @@ def _join(parts: Shaped[Array, "devices ..."], dim: int) -> Shaped[Array, ...]:
 
 
 def _pieces(x: Shaped[Array, "... n"]) -> Iterator[Shaped[Array, "... piece"]]:
-    """Cut the last dim into nearly equal pieces, each of at most `PIECE_BYTES` in a row."""
+    """Cut the last dim into nearly equal pieces, of at most `PIECE_BYTES` in each row."""
     count = max(1, -(-x.shape[-1] * x.dtype.itemsize // PIECE_BYTES))
     ends = [x.shape[-1] * i // count for i in range(count + 1)]
     for start, end in itertools.pairwise(ends):

@@ -72,7 +72,10 @@ def num_token_parts() -> int:
 
 
 def split_over_tokens(x: Any, dim: int | None) -> Any:
-    """Constrain `x` to be split on `dim` over the axis `tokens`, or whole; unchanged without it."""
+    """Constrain `x` to be split on `dim` over the mesh axis `tokens`; if `dim` is None, whole.
+
+    On a mesh without that axis, return `x`.
+    """
     if num_token_parts() == 1:
         return x
     entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim if dim is not None else []
@@ -112,7 +115,7 @@ def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | 
 
 
 def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
-    """Run a function of trees of arrays on each device's part along the axis `tokens`.
+    """Wrap a function of trees of arrays to run on each device's part along the axis `tokens`.
 
     Collectives over `node` and `local` inside `function` then send these parts. Outside of this
     wrapper GSPMD would gather the parts along `tokens` before each collective.

@@ -172,7 +172,7 @@ class BlockPlan:
 
     @property
     def deferred_groups(self) -> list[int]:
-        """The indices of the groups of gradients that a later iteration reduces, in a body."""
+        """In a loop's body, the indices of the reduce groups that a later iteration reduces."""
         return [i for i, group in enumerate(self.reduce_groups) if group.deferred]
 
     def deferred_values(self) -> frozenset[Value]:

@@ -222,14 +222,14 @@ def find_reduce_groups(
         gradients: the gradients that the block reduces.
         zeros: gradients that are known to be zero, which get no group.
         schedule: the bucket size; without prefetch, no group is deferred.
-        axes: returns the mesh axes that some gradients are reduced over.
+        axes: returns the mesh axes of a group, in order, given how its gradients are reduced.
         in_loop: whether the block is a body that may reduce a group in a later iteration.
         num_layers: the number of layers in the body; 0 if the block is no such body.
     """
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
 
     def made(value: Value) -> int:
-        """Return the index of the operation that computes a value; for a view, its source."""
+        """Return the index of the operation that makes a value, or what the value is a view of."""
         at = makers.get(value, -1)
         operation = block.operations[at] if at >= 0 else None
         is_view = operation and operation.view() is not None and operation.source in makers

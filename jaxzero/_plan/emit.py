@@ -286,7 +286,7 @@ class _Emitter:
     def _is_reduced(self, group: int) -> bool:
         """Return whether a `Reduce` of a group is emitted already.
 
-        In a pipelined loop that one reduces the gradients of the previous iteration.
+        In a pipelined loop such a `Reduce` works on the gradients of the previous iteration.
         """
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
@@ -367,9 +367,9 @@ class _Emitter:
         return self._tied(value, start, reduced)
 
     def _tie_loop(self) -> Tie:
-        """Return the tie before a loop; groups in flight go over their next axis before it.
+        """Return the tie before a loop, and first reduce groups in flight over their next axis.
 
-        They are reduced over their last axis after the loop. A group is much smaller after its
+        Groups are reduced over their last axis after the loop. A group is much smaller after its
         first axis, and without the barrier XLA may hold the groups at their larger size until the
         loop, which may take long, has ended.
         """

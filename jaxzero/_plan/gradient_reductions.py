@@ -261,9 +261,9 @@ def _most_at_once(body: Block, carried: CarriedSum) -> int:
 
 
 def _own_gain(operation: Operation) -> _Gain:
-    """Return the gain of reducing an operation's input, as far as it comes from its own kind.
+    """Return the gain of moving a reduction from an operation's output to its input, no further.
 
-    Padding makes an array larger, and a widening cast makes its elements wider.
+    There is a gain if the operation pads the array, or casts it to a wider dtype.
     """
     op = operation.view()
     if isinstance(op, movable_ops.Pad):

@@ -58,7 +58,7 @@ def unchanged_inputs(loop: Loop) -> frozenset[Value]:
 def most_held(schedule: CommSchedule) -> int:
     """Return the most bytes of weights that a loop or a branch holds from its start to its end.
 
-    Without a limit in the schedule it may hold more than this: see `is_better_inside`.
+    Without a limit in the schedule, a loop may hold more than this: see `is_better_inside`.
     """
     limit = schedule.loop_constant_bytes
     return HELD_BYTES if limit is None else limit

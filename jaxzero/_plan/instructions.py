@@ -256,7 +256,7 @@ class KeepSlices(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchRow(Instruction):
-    """Copy an iteration's row of a stack that the program scans from host memory to the device."""
+    """Copy an iteration's row of a scanned stack from host memory to the device."""
 
     stack: int
 
@@ -311,7 +311,7 @@ class HoldStates(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold(Instruction):
-    """Emit the barriers, and nothing else, of an instruction without iteration in these ticks."""
+    """Emit the barriers of an instruction that works on no iteration in these ticks."""
 
     tie: Tie | None
     pin: Value | None

@@ -138,7 +138,7 @@ class LayerMemory:
         return Peak(None if after is None else after + 1, before)
 
     def _costly_after(self, layer: range, last: int) -> int | None:
-        """Return the first costly operation of a layer after its operation `last`; None if none."""
+        """Return the first costly operation of a layer after operation `last`; None if none."""
         operations = self._block.operations
         after = range(layer.start + last + 1, layer.stop)
         return next((i for i in after if is_costly(operations[i])), None)
@@ -190,9 +190,9 @@ def work_done(block: Block) -> np.ndarray:
 def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) -> Value | None:
     """Return the first matrix product's output that exists once `share` of a body's work is done.
 
-    None if there is none. The output must hold floats. Values that are no arrays of the running
-    program are skipped: gradients that are reduced, results computed on shards, and views of
-    weights.
+    Return None if there is no such output. The output must hold floats. Values that are no arrays
+    of the running program are skipped: gradients that are reduced, results computed on shards, and
+    views of weights.
 
     Args:
         plan: the plan of the body.
@@ -217,7 +217,7 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
 
 
 def work_needed(operations: Sequence[Operation]) -> list[int]:
-    """Return, for each operation, its multiplications and those of all it depends on."""
+    """Return, for each operation, the multiplications of it and of all operations it depends on."""
     needed: dict[Value, int] = {}  # bit i: the value depends on the i-th operation with products
     products: list[int] = []
     work = []

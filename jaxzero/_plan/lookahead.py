@@ -127,7 +127,9 @@ def issued_early(
     boundary: int,
     room: Room,
 ) -> list[tuple[int, ...]]:
-    """Send groups as early as `wanted` and `room` allow, but groups of backward only in backward.
+    """Choose where groups are sent: as early as `wanted` asks, if memory has room for them.
+
+    Groups of backward are sent only in backward.
 
     Args:
         groups: the groups of weights.
@@ -160,7 +162,7 @@ def issued_early(
 def hops_in_turn(
     issues: tuple[int, ...], at: int, ties: Sequence[Value | None], block: Block
 ) -> tuple[int, ...]:
-    """Move the send of a group over its last axis to where it has arrived over the axis before.
+    """Delay the send of a group over its last axis until it has arrived over the axis before.
 
     A group is sent over each axis one group earlier than over the next axis. In a loop's body there
     is no group before the first one, so the second group would be sent over both axes where the
@@ -184,7 +186,7 @@ def hops_in_turn(
     needed = work_needed(operations)  # and no more: XLA may do other operations later
 
     def least(place: int) -> int:
-        """Return the smaller of the work beside the first hops and beside a last hop at `place`."""
+        """Return the least work that overlaps with a hop, if the last hop is sent at `place`."""
         return min(needed[place - 1] - before, until - needed[place - 1])
 
     places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])
@@ -193,10 +195,10 @@ def hops_in_turn(
 
 
 def behind_exchanges(plan: BlockPlan) -> BlockPlan:
-    """Send the messages of a loop's body after exchanges of its own loss ([Note: exchanges]).
+    """Return the plan of a body that sends messages after exchanges of the loss.
 
-    The messages are weights that are gathered for later iterations, and gradients that are reduced
-    in the iteration that makes them.
+    See [Note: exchanges]. The messages are weights that are gathered for later iterations, and
+    gradients that are reduced in the iteration that makes them.
     """
     if not plan.overlaps or not any(map(_exchanges, plan.block.operations)):
         return plan

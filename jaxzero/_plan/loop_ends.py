@@ -45,7 +45,7 @@ def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
 
 
 def _separate_ends(plan: BlockPlan, comm: CommSpec, are_cut: bool) -> BlockPlan:
-    """Cut the ends off loops inside a block's loops and, if `are_cut`, off the block's own."""
+    """Cut the ends off loops inside a block's loops; if `are_cut`, off the block's loops too."""
     loops = {}
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]

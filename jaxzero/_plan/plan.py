@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def described_combined(self) -> tuple[str, ...]:
-        """A line of text for each kind of reduction in `combined`, with the leaves it is for."""
+        """A line for each kind of reduction at the end, with the leaves whose gradients it takes."""
         leaves: dict[str, list[str]] = {}
         for path, how in self.combined:
             leaves.setdefault(how, []).append(path)

@@ -198,7 +198,7 @@ class _BlockSteps:
 
     @functools.cached_property
     def _reduces(self) -> list[ReduceGroup]:
-        """The groups of gradients, and after them a group for each output that is reduced last."""
+        """The groups of gradients, then a group for each output that is reduced at the end."""
         last = len(self.plan.block.operations)
         return [*self.plan.reduce_groups, *(ReduceGroup((x,), last) for x, _ in self._at_end)]
 

@@ -9,9 +9,9 @@ micro-batches are in flight, whose saved activations lie in a ring of as many sl
 If a part of a tick has no micro-batch on a stage, it works on the nearest one, and its results are
 dropped. Backward then gets cotangents of zero. Gradients that are not zero nevertheless are masked
 before they are reduced; where stages have padding layers, all gradients are masked. Forward stores
-what it saves in the slot of that micro-batch: the first micro-batch overwrites its slot when it
-runs, and after the last one the slot gets a copy of what it holds. So backward always reads what
-was saved of a micro-batch that exists.
+activations in the slot of the nearest micro-batch. Before the first micro-batch, that is harmless:
+the micro-batch overwrites its slot when it runs. After the last one, the slot gets the activations
+that it holds already. So backward always reads activations of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -139,7 +139,7 @@ class Pipeline:
         """Run ticks of the same `parts` (see `_tick`) in a loop; return state and sums after it.
 
         `sums` are the sums of gradients so far, in the order of `_no_sums`. The loop carries only
-        the sums that it adds to: so the plan of reductions recognizes them.
+        the sums that it adds to, which the plan of reductions would not recognize otherwise.
         """
         if not ticks:
             return state, [*sums]
