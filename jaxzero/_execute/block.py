@@ -156,7 +156,7 @@ class BlockRunner:
         return self._tie(self._loop_tie, carry)
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
-        """Pass `arrays` through a tie's barrier; in ticks before a loop, through the loop's."""
+        """Pass `arrays` through a tie's barrier; in a tick before a loop, through `before_loop`."""
         if self.tick is not None and self.tick.before_loop is not None:
             return self.tick.before_loop(arrays)
         if tie is None or not arrays:
@@ -264,7 +264,7 @@ class BlockRunner:
         return x
 
     def _full_weight(self, view: View) -> tuple[Any, tuple[movable_ops.Op, ...]]:
-        """Return the gathered array for a view, and those of its operations yet to be applied."""
+        """Return a view's gathered weight, and the view's operations still to be applied to it."""
         weight = view.weight
         before, after = movable_ops.before_gather(view.ops, weight.layout, weight.shape)
         return self._full[weight, before], after
@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction copies an equation and has no view of a weight to apply."""
+        """Return whether an instruction copies an equation that reads stored arrays as they are."""
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views

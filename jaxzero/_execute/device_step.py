@@ -196,7 +196,7 @@ def _plan_of_step(
 
 
 def _with_loop_limit(comm: CommSpec) -> CommSpec:
-    """On one device, where weights are full already, let loops hold constants of any size."""
+    """Let loops hold constants of any size on one device, where all weights are full already."""
     if comm.num_shards > 1:
         return comm
     schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)

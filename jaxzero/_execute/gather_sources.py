@@ -33,7 +33,7 @@ from .._sharding import LeafSpec, PerAxis, WeightHop
 
 
 def scan_depths(uses: BlockUses) -> Mapping[ShardedParam, int]:
-    """Return, for each weight, how many of its leading dims (nested) loops scan over."""
+    """Return, for each weight, the number of its leading dims over which nested loops scan."""
     depths: dict[ShardedParam, int] = {}
     for loop in uses.loops.values():
         inner = scan_depths(loop.body)

@@ -1,7 +1,7 @@
 """Run one tick of a loop: the handlers of the instructions that only loops have.
 
-They connect an iteration with arrays outside of the loop: shards of weights, node slices, rows and
-outputs of the program, and leaves that are updated layer by layer, whose gradients are not stored.
+Handlers connect an iteration with arrays outside of the loop: shards of weights, node slices, rows
+and outputs of the program, and leaves that are updated layer by layer, without stored gradients.
 
 [Note: write, then fetch] XLA writes into a stack in its place only if nothing reads the old stack
 any more, so a write and a fetch from the same stack cannot overlap. The write comes first: its data

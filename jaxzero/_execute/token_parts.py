@@ -117,7 +117,7 @@ def decoded_parts(
 def start_reduction_of_parts(
     fulls: Sequence[Array], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
-    """Start a reduction in parts: sum over `tokens`, call `start_reduction` with this device's."""
+    """Start the reduction of gradients in parts: sum over `tokens`, then `start_reduction`."""
     if num_token_parts() == 1:
         return start_reduction(fulls, specs, comm)
     pairs = zip(fulls, specs, strict=True)

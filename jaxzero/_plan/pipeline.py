@@ -185,7 +185,7 @@ class Pipeline:
         return sorted(entries, key=lambda entry: (order[entry[0]], entry[1]))
 
     def found_by(self, tick: int) -> set[Entry]:
-        """Return the entries that tick `tick` finds: made earlier, and read in it or later."""
+        """Return the entries of values made before tick `tick` that it or a later tick reads."""
         latest = self.length - 1 - (self.first_tick if self.goes_on else 0)
         entries = set()
         for lag in range(self.first_lag + 1, self.last_tick - self.length + 1):

@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def described_combined(self) -> tuple[str, ...]:
-        """A line for each kind of reduction at the end, with the leaves whose gradients it takes."""
+        """A line for each kind of reduction at the end, with the leaves of the gradients in it."""
         leaves: dict[str, list[str]] = {}
         for path, how in self.combined:
             leaves.setdefault(how, []).append(path)

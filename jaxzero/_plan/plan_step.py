@@ -39,8 +39,8 @@ class Hop:
         at: the operation of the block, by index, before which the bucket is sent over it; the
             number of operations at the end.
         before: the name of that operation; "" at the end.
-        lag: in a loop, how many iterations after that of its layer the bucket is sent; negative:
-            before it.
+        lag: in a loop, how many iterations after the iteration of its layer the bucket is sent;
+            negative: before that iteration.
     """
 
     axis: str
@@ -77,7 +77,7 @@ class PlanStep:
             For a gradient, `start` and `needed` are that of `at`, and `stop` is that of the
             operation that completes its bucket.
         path: indices of the loops that this step is in, the outermost first.
-        ahead: for a fetch in a loop, how many layers before it is sent a layer is copied.
+        ahead: for a fetch in a loop, how many layers ahead of its send a layer is copied.
         held: for a fetch in a loop, how many layers of the leaf are on the device at once.
         windowed: whether a copy is of one layer; otherwise of the full leaf, all layers at once.
         hops: the hops of a gathered or reduced bucket, in the order in which it is sent.

@@ -319,7 +319,7 @@ def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -
     """Move gathers of a group that would be sent where a layer begins. See [Note: peaks].
 
     There they would delay the first reduction of the previous layer's gradients, so they are sent
-    after it. The gather over the last axis is sent after the layer's peak, if there is one.
+    after that. The gather over the last axis is sent after the layer's peak, if there is one.
 
     Args:
         issues: for each axis, the operation before which the group would be sent.

@@ -200,7 +200,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
 
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
-    """Find all stacks that are made layer by layer from the inputs `stacks`, and how they are."""
+    """Return how each stack is computed that is made layer by layer from an input in `stacks`."""
     views = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:
         if isinstance(operation, Barrier):

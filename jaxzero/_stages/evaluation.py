@@ -1,13 +1,14 @@
 """Compute values of a program on demand, and the first or the last stage's part of gradients.
 
 The gradient of a weight outside of the layers may come from both ends of a pipeline. For example,
-an embedding that is also the head gets gradients on the first stage and on the last. It is a sum
+an embedding that is also the head gets gradients on the first stage and on the last. Its gradient
+is a sum
 
     g = at_head + of_layers(cotangents)
 
-where `cotangents` are the results of the backward loop. The first part does not depend on them, and
-the last stage has all that it reads. The second part is linear in them, and the first stage has all
-that it reads. `Sums` evaluates one of the parts: in additions it leaves out the terms of the other.
+where `cotangents` are the results of the backward loop. `at_head` does not depend on them, and the
+last stage can compute it. `of_layers` is linear in them, and the first stage can compute it. `Sums`
+evaluates one of these parts: in additions it leaves out the terms of the other part.
 
 `zeros_of_layer` finds the values that are zero in backward of a micro-batch that does not exist.
 """
@@ -181,7 +182,9 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
-    """Find the values in the body of a loop that are zero in all iterations; return as `_zeros`.
+    """Find the values in the body of a loop that are zero in all iterations.
+
+    The result is that of `_zeros` for the body.
 
     Args:
         loop: the loop.

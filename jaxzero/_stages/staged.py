@@ -36,7 +36,7 @@ class Staged:
         differentiated: the indices of the parameters whose gradients `flat` returns.
         is_rows: for each input, whether it has a value of its own in each micro-batch.
         microbatches: the number of micro-batches.
-        share: a factor of gradients, if examples have no weights.
+        share: the factor that gradients are multiplied by, if examples have no weights.
         activations: what forward of a micro-batch keeps for backward.
         num_combined: how many of the last outputs of `flat` are gradients too.
         encoding: how arrays are encoded that are sent between stages.

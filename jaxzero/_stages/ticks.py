@@ -48,7 +48,7 @@ class Pipeline:
         rows: the arrays of the program's other inputs, `[microbatches, ...]`.
         outer: indices of the outputs that are gradients of weights outside of the layers.
         microbatches: the number of micro-batches.
-        share: a factor of gradients, before they are added up.
+        share: the factor that gradients are multiplied by before they are added up.
         encoding: how arrays are encoded that are sent between stages.
     """
 
@@ -189,7 +189,7 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run the parts of tick `number` whose flags are true; `receive`: first send cotangents.
+        """Run the parts of tick `number` whose flags are true; `receive`: first pass cotangents on.
 
         Returns:
             The state after the tick, and a list of terms to add to each sum of `_no_sums`.
