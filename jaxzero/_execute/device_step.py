@@ -249,7 +249,11 @@ def _means(
     share: Array | float | None,
     all_halves: Callable[[HalfSums], HalfSums] | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
-    """Average over devices; return the means, and the new residuals `[1, *shape]` by leaf."""
+    """Average loss and gradients over devices and micro-batches, from one device's sums.
+
+    Returns:
+        The means; and the new residuals, `[1, *shape]`, by index of the leaf.
+    """
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share, all_halves)

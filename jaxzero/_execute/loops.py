@@ -190,7 +190,7 @@ class LoopRun(LoopInputs):
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
-        """Return the shape of an entry: that traced for its key at the same or the nearest lag."""
+        """Return the traced shape of the value of `key`, at `lag` or at the nearest lag."""
         if key[0] == "state":
             leaf = self.updates[key[1]]
             layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
@@ -283,7 +283,7 @@ class LoopRun(LoopInputs):
             )
 
     def _keep_slices(self, found: Mapping[pipeline.Key, Any], state: LoopState) -> None:
-        """Let later gathers start from the stacks of node slices, instead of from the shards."""
+        """Let later gathers start from the stacks of node slices in `found`, not from shards."""
         for stack in self.uses.stacks:
             if ("slices", stack.layer) in found:
                 data = found["slices", stack.layer]

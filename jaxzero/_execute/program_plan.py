@@ -329,7 +329,7 @@ def _with_means(
 def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
-    """Return the gradients that are final once reduced: the leaf's index by the output's index."""
+    """Return the final gradients (`_plan.final_gradients`): the leaf's index, by output's index."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
     # A weight with a twin is not final: the twin's gradient is added at the end of the step.

@@ -260,7 +260,10 @@ def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
 
 
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
-    """Return the functions by which a device looks up rows of a table and adds to its gradient."""
+    """Return the functions by which a device looks up rows of a table and adds to its gradient.
+
+    Gradients of rows are divided by `divisor`, if it is not None, before they are added.
+    """
 
     def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill

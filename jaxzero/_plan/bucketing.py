@@ -137,7 +137,10 @@ def _split_at_repetitions(
     num_bytes: Callable[[T], int],
     least: int,
 ) -> list[tuple[list[T], bool]]:
-    """Cut a sequence into its repetitions, marked True, and the runs between them, marked False."""
+    """Cut a sequence into its repetitions, marked True, and the runs between them, marked False.
+
+    A repetition has at least `least` bytes.
+    """
     if not values:
         return []
     found = find_repetition([*map(signature, values)], [*map(num_bytes, values)], least)

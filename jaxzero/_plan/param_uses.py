@@ -239,6 +239,11 @@ class _UseFinder:
 
         Each such output is registered as a view of the stack of weights, and so is not computed.
 
+        Args:
+            loop: the loop.
+            inside: the views of weights in the body.
+            stacks: the stacks that the loop scans.
+
         Returns:
             The indices of these outputs.
         """

@@ -330,7 +330,10 @@ def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
 
 
 def _why(operation: Operation, is_scanned: bool) -> str:
-    """Return why a weight that `operation` reads is held in full; "" if it is not held."""
+    """Return why a weight that `operation` reads is held in full; "" if it is not held.
+
+    `is_scanned`: whether the weight is a stack of layers that a loop scans.
+    """
     if isinstance(operation, Loop) or operation.name in _CALLS:
         differ = ", and devices may take different branches" if isinstance(operation, Fork) else ""
         return f"`{operation.name}` reads it from its start to its end{differ}, {operation.where}"

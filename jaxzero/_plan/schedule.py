@@ -283,7 +283,7 @@ def _signature_of(gathers: Sequence[Gather], by_row: bool) -> Callable[[Gather],
 
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:
-    """Return the operations that first need a group or begin a loop with gathers, in order."""
+    """Return the *starts*, in order: operations that first need a group, and loops that gather."""
     gathering = (
         i for i, loop in loops.items() if any(x.prefetched for x in loop.body.gather_groups)
     )
@@ -291,7 +291,7 @@ def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> l
 
 
 def _start_before(start: int, starts: list[int], num: int) -> int:
-    """Return the entry of `starts` `num` places before `start`, or the first if there are fewer."""
+    """Return the start that is `num` places before `start`, or the first if there are fewer."""
     return starts[max(0, bisect.bisect_left(starts, start) - num)] if num and starts else start
 
 
