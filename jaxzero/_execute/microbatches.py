@@ -8,7 +8,7 @@ if only `local` was reduced); unsharded gradients are added up in full. `mean_gr
 sums into means.
 
 Where nodes run different numbers of micro-batches (`CommSpec.node_microbatches`), the loop is a
-`while` with a number of iterations of its own on each node. It has no collectives over `node`.
+`while` with a number of iterations of its own on each node, and without collectives over `node`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The leaves of a step's sharded arguments, and what is known about each of them.
 
-A leaf may be split, differentiated, a table of which rows are sent, or a twin: a table's second
-entry, for its lookups, beside the weight that its other uses gather.
+A leaf may be split, differentiated, a table of which rows are sent, or a twin. A twin is a second
+leaf for a weight: lookups read rows of the twin, and all other uses gather the weight.
 """
 
 from __future__ import annotations

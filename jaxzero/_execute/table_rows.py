@@ -221,8 +221,13 @@ def with_table_shards(
 ) -> tuple[list[Array], list[Array | None]]:
     """Return, for all leaves and twins, the stored arrays and the arrays that the program reads.
 
-    The program reads this device's shard of a table, decoded and in device memory. For a weight
-    that the program gathers there is None, and for any other leaf the full array, as in `full`.
+    For a table, the program reads this device's shard, decoded and in device memory. For a weight
+    that it gathers, the list has None; for any other leaf, the full array.
+
+    Args:
+        full: for each leaf, the full array; None if the program gathers it.
+        stored: for each leaf, the array in storage.
+        parameters: the leaves.
     """
     stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:

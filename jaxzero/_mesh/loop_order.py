@@ -75,7 +75,7 @@ def last_tokens() -> list[Token]:
 
 
 def remember(tokens: Sequence[Token]) -> None:
-    """Let the next program of this trace wait for everything that `tokens` depend on."""
+    """Make the next program of this trace wait for the collectives that `tokens` depend on."""
     state = jex.get_opaque_trace_state(convention="jaxzero")
     others = [x for x in _last_tokens.get() if x[0] != state and x[1]() is not None]
     _last_tokens.set((*others, *((state, weakref.ref(token)) for token in tokens)))

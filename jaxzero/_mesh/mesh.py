@@ -216,8 +216,6 @@ def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -
 def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
     """Wrap `function` to run on every device's shards of global arrays.
 
-    The specs name mesh axes, such as `node` and `local`.
-
     This is `jax.shard_map`, or its simulation for a `SimulatedMesh`. For a `NodeMesh` it runs on
     the devices of one node.
     """

@@ -64,7 +64,7 @@ def split_into_groups(
             regions are not joined, since the values of one would wait for those of the other.
         waits: whether a group is sent once its last value is made (gradients), rather than before
             its first value is needed (weights). Then a small group is not joined with a large one
-            before it, which would have to wait for it.
+            before it: the large one would have to wait for the values of the small one.
     """
     if not bucket_bytes:
         return [[value] for value in values]

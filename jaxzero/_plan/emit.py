@@ -355,7 +355,7 @@ class _Emitter:
         """Return a tie to `value`; None if the value does not exist yet.
 
         If this is the first tie to `value`, the groups in flight are sent over their next axis
-        before it.
+        before the tie.
         """
         if value is None or value not in self._known:
             return None

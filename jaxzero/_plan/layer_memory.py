@@ -197,9 +197,9 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
     Args:
         plan: the plan of the body.
         share: the share of its work.
-        in_any_order: whether the share must be done in whatever order XLA schedules the body. Then
-            only the work of the product and of the operations that it depends on counts; otherwise
-            all work up to it in the program's order.
+        in_any_order: whether the share must be done for certain, in any order in which XLA may run
+            the body. Then only the work of the product and of operations that it depends on
+            counts. Otherwise all work up to the product counts, in the program's order.
     """
     operations = plan.block.operations
     order = work_done(plan.block)

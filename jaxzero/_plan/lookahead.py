@@ -166,8 +166,8 @@ def hops_in_turn(
 
     A group is sent over each axis one group earlier than over the next axis. In a loop's body there
     is no group before the first one, so the second group would be sent over both axes where the
-    body begins. Here it is sent over the last axis after about half of the work until its first
-    use.
+    body begins. With the delay, that group is sent over the last axis after about half of the work
+    that the body does before it uses the group.
 
     Args:
         issues: for each axis, the operation before which the group is sent.

@@ -58,7 +58,7 @@ class View:
 
     @property
     def gathered(self) -> View:
-        """The part of this view that is gathered: operations that run after the gather are cut."""
+        """This view without the operations that run after the gather: what is gathered."""
         before, _ = movable_ops.before_gather(self.ops, self.weight.layout, self.weight.shape)
         return View(self.weight, before)
 

@@ -68,7 +68,7 @@ def make_plan(
         reduce_specs: for each output its reduction; None if it is not reduced.
         loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
-        axes: the mesh axes that a bucket of gradients is reduced over, in order.
+        axes: returns the mesh axes that some gradients are reduced over together, in order.
         gather_axes: the mesh axes that a weight is gathered over, in order.
         window: how many layers, or groups outside of loops, shards in host memory are copied ahead.
     """

@@ -213,9 +213,9 @@ def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
 
 
 def _of_layer(operation: Operation) -> movable_ops.Op | None:
-    """Return the operation on one layer of a stack that `operation` does to each layer.
+    """Return what `operation`, on a stack of layers, does to each layer, as an operation on one.
 
-    None: it mixes layers, or does more than move, scale or round.
+    None: the operation mixes layers, or does more than move, scale or round.
     """
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
