@@ -1,7 +1,8 @@
 """Plan the program of one step on one device: layouts of weights, and targets of gradients.
 
 In: the traced program of one micro-batch and the leaves of the sharded arguments. Out: its
-`BlockPlan`, with the layouts of weights and the targets of gradients. Nothing runs here.
+`BlockPlan`, with the layouts of weights and the targets of gradients. Nothing runs here. Arguments
+named `shapes` are the shapes of the program's outputs: loss, weight, gradients and others.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Rows are sent if, over each mesh axis, fewer bytes enter a device for the rows of a step, forward
 and back, than for the weight and its gradient. If a weight also has uses other than lookups, it is
 gathered for those, and its lookups read a twin of it (`tied_tables`). The rows of a twin must take
-fewer than half of the bytes of weight and gradient, since the weight is sent anyway. What is gained
-is that the step neither begins nor ends with the table, which is sent beside the layers.
+fewer than half of the bytes of weight and gradient, since the weight is sent anyway. The gain is
+that the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
 from __future__ import annotations

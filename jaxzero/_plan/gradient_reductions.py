@@ -162,7 +162,7 @@ class _Search:
         self.place(below[0], dataclasses.replace(reduce_spec, layout=below[1]))
 
     def place_sum(self, carried: CarriedSum, reduce_spec: ReduceSpec) -> None:
-        """Reduce the terms of a sum that a loop carries, so that it carries a sum of shards."""
+        """Reduce the terms of a loop's carried sum, so that the loop carries a sum of shards."""
         self.on_shards.update(dict.fromkeys(carried.additions))
         self.shard_sums[carried.before] = reduce_spec
         for term in carried.terms:

@@ -14,8 +14,8 @@ executed one by one.
 
 An instruction that has no iteration in any tick of a piece is left out of that piece. If it has an
 iteration in some of the ticks, it is done in all of them; in the other ticks it works on its first
-or last iteration. The result of such extra work is harmless: only instructions that have no
-iteration either read it, or it is overwritten (`Collect`) or masked (`Update`).
+or last iteration. Such extra work is harmless. Its result is read only by instructions that have no
+iteration either, or it is overwritten (`Collect`) or masked (`Update`).
 """
 
 from __future__ import annotations

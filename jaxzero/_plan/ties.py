@@ -42,8 +42,8 @@ def find_ties(
 ) -> list[Value | None]:
     """Return, for each operation, the value that a gather before it waits for. See [Note: ties].
 
-    It is a result of the last costly operation before. Up to the first costly operation it is
-    `first` or, if that is None, the first array that the gather's operation reads. After
+    The value is a result of the last costly operation before. Up to the first costly operation it
+    is `first` or, if that is None, the first array that the gather's operation reads. After
     `boundary`, where backward begins, it is again such an array up to the next costly operation.
 
     The value is never a gradient that is about to be sent: nothing else reads such a gradient
