@@ -43,7 +43,7 @@ class Instruction:
 
     @property
     def parts(self) -> Iterator[Instruction]:
-        """Yield this instruction, between those that its tie does before and after the barrier."""
+        """Yield the instructions that are done, in order: `tie.before`, this one, `tie.after`."""
         tie: Tie | None = getattr(self, "tie", None)
         if not isinstance(tie, Tie):
             yield self

@@ -138,7 +138,10 @@ class LayerMemory:
         return Peak(None if after is None else after + 1, before)
 
     def _costly_after(self, layer: range, last: int) -> int | None:
-        """Return the first costly operation after a layer's number `last` (from 0), or None."""
+        """Return the index of the first costly operation of a layer after a given one; else None.
+
+        The given operation is number `last` of the layer, counted from 0.
+        """
         operations = self._block.operations
         after = range(layer.start + last + 1, layer.stop)
         return next((i for i in after if is_costly(operations[i])), None)

@@ -264,8 +264,9 @@ class _Exchanged:
             needed: the multiplications that a device does while the messages are sent.
 
         Returns:
-            The operation before which to send them, and the value that they then wait for. These
-            are `start` and None, unless a later place lets exchanges wait less for the messages.
+            The operation before which to send the messages, and the value that they then wait for.
+            These are `start` and None, unless the loss's exchanges wait less for the messages if
+            they are sent at a later place.
         """
         firsts = [x.start for x, _ in self.places] + [len(self._work) - 1]
 

@@ -196,7 +196,11 @@ class Pipeline:
         return entries
 
     def _outlives(self, key: Key, iteration: int, lag: int) -> bool:
-        """Return whether a value made before lag `lag` is read from then on, before a new write."""
+        """Return whether a loop has to carry the value of `key` and `iteration` at lag `lag`.
+
+        It has to if the value is made at a smaller lag, and is read at `lag` or a larger lag before
+        it is made again.
+        """
         # Past the end it is an iteration of the loop that goes on, which does the same with it.
         known = min(iteration, self.length - 1)
         events = [x for x in self._events[key] if known in self.iterations(x[2])]
