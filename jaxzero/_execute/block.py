@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction copies a traced equation, without operations of views."""
+        """Return whether an instruction runs an equation that is copied to the trace unchanged."""
         if type(each) is not instructions.Run or is_simulating():
             return False
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views

@@ -126,7 +126,11 @@ class SimulatedMesh:
         return jnp.moveaxis(x, range(len(dims)), dims).reshape(shape)
 
     def _axis_dims(self, spec: PartitionSpec, ndim: int) -> list[int]:
-        """Return where each mesh axis is among the dims, once split dims are `(*axes, shard)`."""
+        """Return the dim of each mesh axis in a global array that is reshaped.
+
+        The reshape turns every dim that is split into one dim for each of its mesh axes, and a last
+        one for the shard.
+        """
         order = [name for axes in axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
 

@@ -218,12 +218,12 @@ class _LoopEmitter:
 
     @functools.cached_property
     def _fetches_after(self) -> Value | None:
-        """The value that copies out of stacks which the loop updates wait for, or None."""
+        """The value that an iteration's copies from host memory wait for; None: for nothing."""
         return known_after(self.plan.body, 1 / 4, in_any_order=True) if self.copies_wait else None
 
     @functools.cached_property
     def _writes_after(self) -> Value | None:
-        """The value that the last tick's copies into stacks which the loop updates wait for.
+        """The value that the last tick's copies to host memory wait for; None: for nothing.
 
         The value exists after 5/6 of the body's work. After 3/4, earlier copies would have to end
         sooner: the step would wait 1.1 ms longer (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
