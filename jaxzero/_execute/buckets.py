@@ -139,7 +139,7 @@ def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBuck
 def after_decode(
     group: GatherGroup, buckets: Sequence[GatherBucket], full: dict[Any, Any]
 ) -> list[GatherBucket]:
-    """Hold back messages for a later iteration of a loop until this iteration's are decoded.
+    """Make messages for a later iteration of a loop wait until this iteration's are decoded.
 
     A loop has one place for each array that it carries from one iteration to the next. If the next
     message could arrive while the last one is read, XLA would copy it. XLA reads small leaves, such

@@ -276,12 +276,12 @@ def _share(
     shapes: Any,
     parameters: Parameters,
 ) -> tuple[Array | float | None, frozenset[int]]:
-    """Find the factor of the loss or gradients, and the gradients that it does not change.
+    """Find the factor of the loss or gradients, and the gradients that do not depend on the loss.
 
     Returns:
         The factor of the loss, rounded to its dtype, or of the gradients; and the indices of the
-        targets whose gradients do not depend on the loss, because a `custom_vjp` returns values in
-        their place.
+        targets whose gradients are not derivatives, because a `custom_vjp` returns values in their
+        place.
     """
     if share_of_loss is None:
         return share_of_gradients, frozenset()
