@@ -30,7 +30,9 @@ class Mixing:
     Sums and means over rows are no mixings, as long as the result is linear in them (see `Sum`).
 
     Attributes:
-        kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".
+        kind: "statistic": a sum over rows is combined with rows again; "function": a function of a
+            sum; "product" or "ratio" of two sums; "pairs": values of two rows meet; "order": a sort
+            of rows; "extreme": a maximum over rows; "key": all devices draw equal random bits.
         source: the operation over rows, such as a sum; for "ratio" and "pairs" the one where two
             values meet; for "key" the one that draws random bits.
         at: the operation that uses what `source` makes.
@@ -151,7 +153,7 @@ def is_paired(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
 
 
 def merged(left: Parts | None, right: Parts | None) -> Parts | None:
-    """Return the parts of a dim of an elementwise result, from those of both inputs.
+    """Return the parts of a dim of an elementwise result, given the parts in both inputs.
 
     Raises:
         NotAligned: different rows of the two inputs meet.
@@ -191,7 +193,9 @@ def _num_ones(sizes: Iterable[int]) -> int:
 
 
 def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], n: int) -> Any:
-    """Return the dims with rows after a reshape of `n` rows from shape `old` to `new`.
+    """Return the parts of the dims after a reshape from shape `old` to `new`, by dim.
+
+    `rows` has the parts of dims with rows before the reshape, by dim; `n` is the number of rows.
 
     Raises:
         NotAligned: the new dims cut across parts.
