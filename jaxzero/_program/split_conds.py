@@ -61,7 +61,7 @@ def passed_on(block: Block, out: Atom) -> Passed | None:
 
 
 def _stack(loop: Loop, number: int) -> Passed | None:
-    """Return the stack that a loop scans, and passes on layer by layer as output `number`."""
+    """Return the stack that a loop passes on, layer by layer, as output `number`; None if none."""
     passed = passed_on(loop.body, loop.body.outputs[number])
     if number < loop.num_carry or passed is None:
         return None
@@ -185,7 +185,10 @@ class _Splitter:
         return isinstance(index, Value) and index not in self.uniform
 
     def _num_bytes(self, operation: Operation) -> int:
-        """Return the bytes of weights that a `cond` reads, or of gradients it makes, if more."""
+        """Return the bytes of weights that a `cond` reads, or of gradients that it makes, if more.
+
+        They are 0 for any other operation.
+        """
         if operation.name != "cond" or isinstance(operation, Loop):
             return 0
         read = {x for x in operation.inputs[1:] if isinstance(x, Value) and self.fixed.of(x)}

@@ -228,7 +228,7 @@ class StackValues:
         return self._saved[value]
 
     def is_of_weights(self, value: Value) -> bool:
-        """Return whether a value is a large stack that a loop makes of weights, and no view."""
+        """Return whether a value is a large stack that a loop makes of weights, but no view."""
         loop = self.maker(value)
         if not isinstance(loop, Loop) or (i := loop.outputs.index(value)) < loop.num_carry:
             return False
@@ -236,7 +236,7 @@ class StackValues:
         return isinstance(out, Value) and out not in body.views and is_large(body, out)
 
     def innermost_maker(self, value: Value) -> Operation:
-        """Return the operation that makes a value; for a stack of a loop, the one in its body."""
+        """Return the operation that makes a value; if a loop does, the operation in its body."""
         operation = self.fixed.makers[value][1]
         if isinstance(operation, Loop):
             out = operation.body.outputs[operation.outputs.index(value)]
@@ -275,7 +275,7 @@ class StackValues:
 
 
 def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
-    """Return the operations that a value is computed by, in program order."""
+    """Return the operations of a block that compute a value from inputs, in program order."""
     by_index: dict[int, Operation] = {}
     pending: list[Atom] = [out]
     while pending:
@@ -291,7 +291,7 @@ def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
 def kept_values(
     block: Block, weights: Collection[Value], last_forward: int | None
 ) -> list[tuple[Value, Operation]]:
-    """Find large values that are computed from weights alone and kept, and the operation of each.
+    """Find the large values made of weights alone that are kept, with the operation of each.
 
     Args:
         block: a program.
@@ -319,7 +319,7 @@ def kept_values(
 
 
 def recompute_in_backward(block: Block, weights: Collection[Value], loss: Value) -> Block:
-    """Compute large values of weights alone again in backward, right before their first use.
+    """Let backward compute large values of weights again, right before it first reads them.
 
     Args:
         block: the program.
