@@ -206,8 +206,8 @@ class LeafValues:
     def _take_in(self, operations: Sequence[Operation], products: set[Operation]) -> None:
         """Add elementwise operations to `products` whose results only `products` read.
 
-        An operation is left out if `products` would read more bytes with it. One that is added is
-        the square of a matrix, for its norm, if a product reads the matrix too.
+        An operation is left out if `products` would read more bytes with it. For example, the
+        square of a matrix, for its norm, is added if a product reads the matrix anyway.
         """
         for operation in reversed(operations):
             out = operation.outputs[0]
@@ -242,7 +242,7 @@ def _draws(operation: Operation) -> bool:
 
 
 def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
-    """Make the operations that multiply the matrices of alike leaves as one stack."""
+    """Return the `MatrixStack` of alike leaves, with new operations that stack and multiply."""
     by_leaf = {leaf: values.products_of(leaf) for leaf in leaves}
     operations = by_leaf[leaves[0]]
     stack_of: dict[int, Any] = {}  # by key

@@ -109,7 +109,7 @@ def _run(
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
-    """Open a context that gives new operations the line of `caller`, the scopes of `equation`."""
+    """Give operations made in this context the line of `caller` and the scopes of `equation`."""
     scope = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 
@@ -259,8 +259,8 @@ def known_part(
 ) -> list[Any]:
     """Compute the values that `rest_part` needs and that do not depend on `active`.
 
-    Each of them depends on both `frozen` and `batch`. `rest_part` computes values that depend on
-    only one of the two again.
+    Each of these values depends on both `frozen` and `batch`. Values that depend on only one of the
+    two are left to `rest_part`.
 
     Args:
         function: `function(active, frozen, batch)`; all are trees of arrays.
@@ -298,7 +298,7 @@ def rest_part(
 ) -> Any:
     """Return `function(active, frozen, batch)`, using the values `saved` from `known_part`.
 
-    The other arguments are as for `known_part`, with the values of `active` too.
+    The other arguments are those of `known_part`; here the values of `active` are used too.
 
     Raises:
         ValueError: `saved` is of another function or of other shapes.
@@ -351,7 +351,7 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
 
 
 def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
-    """Return the known variables that active equations or the outputs read: those to save.
+    """Return the variables to save: the known ones that active equations or the outputs read.
 
     They are the keys of the result, in order. `depends` has the flags of each variable.
 

@@ -87,9 +87,9 @@ def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int)
 
 
 def row_placed(operation: Operation, known: Known, num: int) -> RowPlaced | None:
-    """Find which row an operation of a loop's body places in zeros in each iteration, or None.
+    """Find where an operation of a loop's body writes a row in each iteration; None if it does not.
 
-    The caller has to check that the first input is zero.
+    The caller has to check that it writes into zeros: that its first input is zero.
 
     Args:
         operation: a `dynamic_update_slice` or `scatter-add`, or any other.

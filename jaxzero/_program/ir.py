@@ -336,7 +336,7 @@ def _frames(equation: Any) -> list[tuple[str, int]]:
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:
-    """Open a scope in which new operations get the names of an equation."""
+    """Open a context in which new operations get the name scopes of an equation."""
     name = str(equation.source_info.name_stack)
     return jax.named_scope(name) if name else contextlib.nullcontext()
 

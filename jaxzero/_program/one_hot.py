@@ -51,7 +51,7 @@ class _OneHot(NamedTuple):
 
 
 def with_lookups(block: Block, weights: Mapping[Value, int], gradients: Mapping[int, int]) -> Block:
-    """Return a program with lookups in place of products of one-hot vectors with its weights.
+    """Replace products of one-hot vectors with weights by lookups; return the new program.
 
     Args:
         block: the program.
@@ -101,7 +101,7 @@ def _rewritten(
 
 
 def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation, list[Atom]]]:
-    """Find the sums that end in `roots` with their terms, also sums that loops carry.
+    """Find the values that are added up to `roots`, also in loops that carry such a sum.
 
     Returns:
         The roots, partial sums and terms in this block; and for each loop that carries such a sum,

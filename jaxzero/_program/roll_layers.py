@@ -89,7 +89,7 @@ class _Rolled:
         self.keys = list(dict.fromkeys(self.weights.values()))
 
     def _before(self) -> list[Operation]:
-        """Return the operations to run before the layers, as these read their results, in order."""
+        """Return the operations that compute what layers read from outside, in program order."""
         layers, window = self.layers, self.window
         atoms: list[Any] = [x for _, x in window.carried]
         atoms += [x for operation in layers.picks for x in operation.outputs]
@@ -175,7 +175,11 @@ class _Rolled:
 
 
 class _Weights:
-    """Computes values that depend on one layer's weights alone, in that layer's iteration."""
+    """Computes values that depend on one layer's weights alone, in that layer's iteration.
+
+    It is called with the first layer's value, and returns that of the layer whose weights are
+    `rows`.
+    """
 
     def __init__(self, layers: LayersOf, rows: dict[int, Any]):
         self._layers = layers

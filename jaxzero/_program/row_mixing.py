@@ -5,7 +5,7 @@ rows if the loss is a mean of rows. So the rows are followed through all operati
 program. `row_states` says how a value depends on rows; `row_rules`, `row_dims` and `row_lookups`
 say how operations change that. A `Mixing` is found where rows meet, except in sums that reach the
 loss linearly, and unless a collective over all devices follows. Nothing is said about results of
-operations without a rule: each mixing that is found is one, but others may be missed.
+operations without a rule, so that no mixing is reported wrongly; but mixings may be missed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """Return the mixings of an output. If it has rows, its sums over rows are mixings too."""
+    """Return the mixings of an output: those of its state and, if it has rows, a mixing per sum."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -261,9 +261,9 @@ def _stacked(state: State, level: int) -> State:
 
 
 def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
-    """Return the state of a carried value after a loop, given that after one iteration.
+    """Return the state of a carried value after a loop, given its `state` after one iteration.
 
-    It is a sum over rows if it depends on the row of the iteration, which has number `level`.
+    It is a sum over rows if `state` has the row of the iteration, which has number `level`.
     """
     if state.parts(level) is None:
         return state

@@ -155,7 +155,7 @@ def _index(operation: Operation, states: Sequence[State]) -> Any:
 def _sums(
     operation: Operation, states: Sequence[State], has_rows: bool
 ) -> tuple[frozenset[Sum], list[Mixing]]:
-    """Return the sums over rows that a result is linear in; and a mixing for each other sum."""
+    """Return the sums over rows that a result is linear in; and mixings for its other sums."""
     every = frozenset().union(*(x.sums for x in states))
     name = operation.name
     if name in _LINEAR:
@@ -189,8 +189,8 @@ def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
     """Return the state of a product or quotient, with a more exact kind for some mixings.
 
-    If a factor is a function of sums such as `1 / max(sum, 1)`, and the other one depends on rows,
-    the kind of its mixing becomes "statistic", "ratio" or "product" instead of "function".
+    If one factor is a function of sums, such as `1 / max(sum, 1)`, and the other depends on rows,
+    the mixing of the function gets the kind "statistic", "ratio" or "product".
     """
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
@@ -214,7 +214,7 @@ def _with_factor(operation: Operation, states: Sequence[State], state: State) ->
 
 
 def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of a collective. Over all axes of rows, its results are equal on all devices."""
+    """Rule of a collective. One over all axes that split rows returns the same on all devices."""
     params = operation.equation.params
     axes = params.get("axis_name", params.get("axes", ()))
     axes = frozenset(axes if isinstance(axes, tuple | list) else (axes,))

@@ -47,7 +47,7 @@ class Mixing:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum over all rows of a device. The value whose `State` has it is linear in this sum."""
+    """A sum over all rows of a device. A value is linear in the sums of its `State`."""
 
     operation: Any
     is_mean: bool = False  # whether it is divided by a number
@@ -142,7 +142,7 @@ def simplified(parts: Parts) -> Parts:
 
 
 def has_outer(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
-    """Return whether one of these dims has the outer part of `n` rows."""
+    """Return whether one of the dims `rows` has the outer part of `n` rows."""
     return any(size * stride == n for _, parts in rows for size, stride in parts)
 
 

@@ -206,11 +206,11 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """Find the carried sums to which an iteration adds stacks of zeros, but for one row.
+        """Find the carried sums to which each iteration adds single rows (and zeros elsewhere).
 
         Returns:
-            For the index of each such sum in the carry: where the added rows lie in the iterations
-            (`Rows`), each with the value of the row in the body.
+            By index of the sum in the carry, the rows that are added. Each is a value of the body,
+            by the places of this row in all iterations (`Rows`).
         """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
@@ -224,7 +224,7 @@ class _LoopOfBlock:
     def _placed(self, value: Value) -> dict[Rows, Atom] | None:
         """Return the rows of a stack that is zero elsewhere; None for any other value.
 
-        The result maps the places of each row (`Rows`) to its value in the body.
+        Each is a value of the body, by the places of this row in all iterations (`Rows`).
         """
         operation = self.loop.body.makers.get(value)
         if operation is None:

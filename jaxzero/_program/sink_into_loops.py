@@ -59,7 +59,7 @@ class LoopEditor:
         self._layers.update(stacked[loop.num_carry :])
 
     def layer(self, atom: Atom, behind: Mapping[Value, Operation] | None = None) -> Atom:
-        """Return the layer, in this iteration, of a stack outside of the loop.
+        """Return the body's value for this iteration's layer of a stack outside of the loop.
 
         Args:
             atom: the stack.
@@ -96,7 +96,10 @@ class LoopEditor:
     def emit(
         self, operation: Operation, function: Callable, inputs: Sequence[Atom], last: bool = False
     ) -> list[Atom]:
-        """Trace a function into the body, at its end if `last`; return the function's outputs."""
+        """Trace a function into the body, at the line of `operation`; return its outputs.
+
+        If `last`, it runs after the body's old operations, otherwise before them.
+        """
         made, outputs = rewritten(operation, function, inputs)
         (self._after if last else self._before).extend(made)
         return outputs

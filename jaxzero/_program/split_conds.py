@@ -39,7 +39,7 @@ class Passed(NamedTuple):
 
 
 def passed_on(block: Block, out: Atom) -> Passed | None:
-    """Return the input of a block that it passes on as `out`, by movable operations; or None.
+    """Return the input that a block passes on as `out`, with the movable operations; or None.
 
     A loop passes on a stack if its body passes on each layer of the stack.
     """
@@ -128,7 +128,7 @@ class _Splitter:
     def block(self) -> Block:
         """Split the `cond`s of the block, also inside loops and branches; return the new block.
 
-        If there is nothing to split, it is the same block.
+        If there is nothing to split, the result is the old block itself.
         """
         conds = self._to_split()
         added = _without_saved(conds.values())
@@ -233,7 +233,7 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
         conds: the `cond`s of a block, in program order.
 
     Returns:
-        For a `cond`, the movable operations on weights to run before it.
+        For each `cond` that needs any, the movable operations on weights to run before it.
     """
     saved: dict[tuple[Atom, int, Value], tuple[Atom, tuple[Op, ...]]] = {}
     added: dict[Operation, list[Operation]] = {}
@@ -327,7 +327,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
 
 
 def _is_taken(number: int, num: int, index: Any) -> Any:
-    """Return whether branch `number` of `num` runs. An index out of range takes the last one."""
+    """Return whether branch `number` of `num` runs. An index out of range runs the last."""
     if number < num - 1:
         return index == number
     return (index < 0) | (index >= number)
@@ -369,6 +369,6 @@ def _branch(
 
 
 def _renamed(operation: Operation, moved: dict[Atom, Value]) -> Operation:
-    """Replace values by `moved` among the inputs and outputs of an operation."""
+    """Replace each value `x` in `moved` by `moved[x]`, as input and output of an operation."""
     outputs = tuple(moved.get(x, x) for x in operation.outputs)
     return dataclasses.replace(operation.reading(moved), outputs=outputs)

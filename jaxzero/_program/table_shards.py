@@ -39,6 +39,8 @@ Wait = Callable[[Any], Any]
 class TableOperations:
     """The functions that replace the lookups of one table.
 
+    Ids of a lookup are `[n, k]`: each of `n` results is the sum of `k` rows.
+
     Attributes:
         shard: the shape and dtype of a shard of the table.
         total: the shape and dtype of a shard of its gradient.

@@ -111,7 +111,7 @@ class TableGradient:
         root: the gradient, or the sum.
         before: in a loop's body, the sum before an iteration.
         adds: the rows that are added.
-        loops: the loops that sum up rows, with the index of the sum among their outputs.
+        loops: loops that sum up rows, the index of the sum in outputs, and how a body adds to it.
         done: additions and casts on the way to `root`.
     """
 

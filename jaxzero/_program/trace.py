@@ -44,7 +44,7 @@ _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 @dataclasses.dataclass(frozen=True)
 class OpenProgram:
-    """A traced function, apart from the arrays that it closes over.
+    """A traced function: its jaxpr, and the arrays that it closes over, which the jaxpr takes.
 
     Attributes:
         jaxpr: takes the constants and the arguments.

@@ -90,8 +90,8 @@ class LayersOf:
     def _find_picks(self) -> set[Operation]:
         """Return the slices that take one layer's part of an array that is no weight.
 
-        They are all slices of an array of which at least as many parts are taken as there are
-        layers.
+        An array counts as having such parts if at least as many different slices of it are taken
+        as there are layers.
         """
         of_layers = {*self.parts}
         slices: dict[Atom, dict[Any, list[Operation]]] = {}

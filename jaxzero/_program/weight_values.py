@@ -5,9 +5,9 @@ they are needed. A loop's body can compute one layer of a fixed stack from layer
 that the stack need not exist (`StackValues`).
 
 A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so a
-model with unrolled layers would hold those of all layers at once. `recompute_in_backward` lets
-backward compute these values again: their weights are gathered again, and dropped after their last
-use.
+model with unrolled layers would hold the masked weights of all layers at once.
+`recompute_in_backward` lets backward compute these again: the weights are gathered again, and
+dropped after their last use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fixed:
     Attributes:
         weights: for each fixed value, the weights that it is computed from; empty for constants.
         views: fixed values that are a weight after movable operations, as in `Operation.view`.
-        makers: for each value, the operation that makes it, with its index.
+        makers: for each value, the index of the operation that makes it, and this operation.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class StackValues:
 
 
 def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
-    """Return the operations of a block that compute a value from inputs, in program order."""
+    """Return the operations that compute a value from the block's inputs, in program order."""
     by_index: dict[int, Operation] = {}
     pending: list[Atom] = [out]
     while pending:
@@ -291,7 +291,7 @@ def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
 def kept_values(
     block: Block, weights: Collection[Value], last_forward: int | None
 ) -> list[tuple[Value, Operation]]:
-    """Find the large values made of weights alone that are kept, with the operation of each.
+    """Find the large values made of weights alone that a program keeps, and what makes each.
 
     Args:
         block: a program.
@@ -299,7 +299,8 @@ def kept_values(
         last_forward: the index of the last operation of forward; None in a loop's body.
 
     Returns:
-        Values of forward that backward reads, and stacks that a loop computes from weights alone.
+        Values of forward that backward reads, and stacks that a loop computes from weights alone;
+        each with the operation that makes it.
     """
     values = StackValues(fixed_of(block, weights))
     read_by = {x: i for i, operation in enumerate(block.operations) for x in operation.inputs}
