@@ -1,8 +1,8 @@
 """The intermediate representation of a traced program: blocks of operations that run on arrays.
 
 `trace` makes blocks from functions, `layout_requests` handles what jaxprs contain about meshes, and
-`frozen_part` runs jaxprs. In `_mesh`, `per_device` reads and evaluates jaxprs, and `loop_order`
-orders them for CPUs. Only these modules know jaxprs, so a new JAX release affects only them.
+`frozen_part` runs jaxprs. In `_mesh`, `per_device` reads and evaluates jaxprs, `loop_order` orders
+them for CPUs, and `emission` copies their equations. `tests/test_rooms.py` lists the few others.
 """
 
 from __future__ import annotations

@@ -383,8 +383,7 @@ def _substituted(block: Block, moved: Mapping[Atom, Value]) -> Block:
 def _in_order(block: Block) -> Block | None:
     """Reorder the operations, as little as needed, so that values are made before they are read.
 
-    Return None if there is no such order, or if a loop or an operation with an effect would have to
-    change places.
+    Return None if there is no such order, or if loops or effects would have to change places.
     """
     computed: set[Atom] = {*block.inputs}
     ordered: list[Operation] = []
