@@ -33,7 +33,7 @@ class Copies:
         return value
 
     def add(self, operation: Operation) -> None:
-        """Append an operation that reads copies of its inputs, after the copies that it needs."""
+        """Append an operation, changed to read copies; append missing ones of these before it."""
         for x in operation.values:
             self._copy(x)
         copies = {x: self.of(x) for x in operation.values}
@@ -67,7 +67,10 @@ class Copies:
 
 
 def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
-    """Return a copy of an operation that reads `inputs` and makes new values, also in a body."""
+    """Return a copy of an operation (with its body, if any) that reads `inputs`.
+
+    It makes new values, since each value has one operation that makes it.
+    """
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
     if isinstance(operation, Loop):

@@ -76,7 +76,7 @@ _ORIGINS = {"axis_index", "iota", "random_bits"}  # not constant, although their
 
 @dataclasses.dataclass(frozen=True)
 class RowInput:
-    """An input of a program that has rows, or differs between devices or micro-batches.
+    """A program's input that has rows, or that differs between devices or micro-batches.
 
     Attributes:
         dim: the dim that is split over devices; None: the input has no rows.

@@ -264,7 +264,7 @@ class _Sinking:
         self._set_in_order(_substituted(block, moved))
 
     def _set_in_order(self, block: Block) -> bool:
-        """Put the operations of `block` in order and take it; return False if no order works."""
+        """Go on with `block`, its operations put in order; return False if no order works."""
         ordered = _in_order(block)
         if ordered is not None:
             self.set(ordered)
@@ -356,7 +356,7 @@ class _Behind:
 
 
 def _passes_reductions(operation: Operation) -> bool:
-    """Return whether `_plan` can reduce the operation's input over devices, not its output."""
+    """Return whether `_plan` can reduce the inputs of an operation in place of its output."""
     if operation.name in ADDITIONS:
         return True
     op, source = operation.view(), operation.source

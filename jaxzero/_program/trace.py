@@ -111,7 +111,7 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, OpenProgram]:
         avals: `ShapeDtypeStruct`s or arrays, of which only shape and dtype are used.
 
     Returns:
-        The block, and the trace that it is made of.
+        The block, and the `OpenProgram` that it is made of.
     """
     with explaining():
         program = open_program(function, *map(bare, avals))

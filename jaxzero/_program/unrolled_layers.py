@@ -8,6 +8,10 @@ operations are, in order:
 All layers compute the same function (`Kinds`) of their weights, of results of the previous layer,
 and of values from outside. Operations that read weights of one layer and nothing else, such as
 casts, may stand anywhere. A stack may be two arrays, one of which has the first layers.
+
+A `Place` names a value of a layer by its operation and output. A `Read` says where an operation of
+a layer gets an input: from a place in this layer ("inside") or the previous one ("carry"), from
+this layer's weights, from outside ("same" for all layers), or from a "stack" of values for layers.
 """
 
 from __future__ import annotations
@@ -316,15 +320,8 @@ def _difference_of_kinds(
 ) -> tuple[int, str] | None:
     """Compare each operation of a layer with that of the previous layer.
 
-    Args:
-        layers: the program's operations, grouped by layer.
-        kinds: for each operation of `layers.rest`, the number that `Kinds` gives it.
-        start: the index in `layers.rest` of the first layer's first operation.
-        size: the number of operations of a layer.
-
-    Returns:
-        How many operations precede the first that differs, and a text that says how it differs;
-        None if no operation differs.
+    `kinds` has the number (`Kinds`) of each operation of `layers.rest`. The result is how many
+    operations precede the first that differs, and a text that says how; None if none differs.
     """
     for i in range(start + size, start + layers.length * size):
         if kinds[i] != kinds[i - size]:
