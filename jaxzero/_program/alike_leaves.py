@@ -236,7 +236,7 @@ class LeafValues:
 
 
 def _draws(operation: Operation) -> bool:
-    """Return whether an operation makes random bits, which may differ under `vmap` over keys."""
+    """Return whether an operation makes random bits: `vmap` over keys may make other bits."""
     equations = equations_inside(operation.equation)
     return any(x.primitive.name in RANDOM_BITS for x in equations)
 

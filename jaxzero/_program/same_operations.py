@@ -73,7 +73,7 @@ def same_constants(a: Constant, b: Constant) -> bool:
 
 
 def input_dtypes(operation: Operation) -> list[Any]:
-    """Return the dtypes of an operation's inputs as traced. (A Python number has none itself.)"""
+    """Return the dtypes of an operation's inputs, also the dtypes that Python numbers got."""
     return [x.aval.dtype for x in operation.equation.invars]
 
 

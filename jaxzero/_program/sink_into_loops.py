@@ -86,7 +86,7 @@ class LoopEditor:
         return self._layers[atom]
 
     def whole(self, atom: Atom) -> Atom:
-        """Return the body's input that is a whole array from outside; add it if there is none."""
+        """Return the body's input for the whole array `atom` outside of the loop; add it if new."""
         if isinstance(atom, Constant):
             return atom
         if atom not in self._whole:
