@@ -118,14 +118,14 @@ def _sorted(block: Block) -> Block:
 class LeafValues:
     """The values of a program, grouped by the leaf that they are computed from.
 
-    A value belongs to the leaf that its inputs belong to. If they belong to several leaves, or to
-    none, it belongs to no leaf. Values of any leaf may be computed from such a shared value.
+    A value belongs to the leaf that its inputs belong to. A value whose inputs belong to several
+    leaves, or to none, is shared: it belongs to no leaf, and values of any leaf may depend on it.
 
     Attributes:
         block: the program.
         leaf: for each value that belongs to a leaf, the index of the leaf.
         key: a number for each value. Values of two leaves have the same number if they are computed
-            alike. Values that belong to no leaf have the same number only if they are equal.
+            alike. Shared values have the same number only if they are equal.
     """
 
     def __init__(self, block: Block, leaf_of: Mapping[Value, LeafOf]):

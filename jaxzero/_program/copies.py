@@ -33,7 +33,7 @@ class Copies:
         return value
 
     def add(self, operation: Operation) -> None:
-        """Append an operation, changed to read copies; append missing ones of these before it."""
+        """Append an operation, changed to read copies, after the copies that are still missing."""
         for x in operation.values:
             self._copy(x)
         copies = {x: self.of(x) for x in operation.values}

@@ -73,7 +73,7 @@ class _Rolled:
         self.after = [x for x in others if x not in ran]
         wanted = {x for operation in self.after for x in operation.values}
         wanted.update(x for x in layers.block.outputs if isinstance(x, Value))
-        # The values of layers that operations after them read: at places, and those of weights.
+        # Operations after the layers read values at places, and values of weights alone.
         self.places = {x: place[x] for x in place if x in wanted}
         carried = [x for x, _ in window.carried]
         last = layers.length - 1

@@ -150,7 +150,7 @@ def concatenate(rows: Rows, operation: Operation, states: Sequence[State]) -> li
     parts = [x.parts(axis) for x in states]
     joined = next((x for x in parts if x is not None), None)
     if joined is not None:
-        # Blocks of all rows, one after the other; the others have no rows.
+        # The result is blocks of all rows, one after the other, and inputs without rows.
         block = joined[1:] if not joined[0][1] else joined
         size = math.prod(x for x, _ in block)
         is_same = all(x is None or x in (block, joined) or x[1:] == block for x in parts)

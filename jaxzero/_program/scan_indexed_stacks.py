@@ -209,8 +209,8 @@ class _LoopOfBlock:
         """Find the carried sums to which each iteration adds single rows (and zeros elsewhere).
 
         Returns:
-            By index of the sum in the carry, the rows that are added. Each is a value of the body,
-            by the places of this row in all iterations (`Rows`).
+            For each such sum, by its index in the carry, the rows that are added: a map from where
+            a row lies in all iterations (`Rows`) to the value of the row in the body.
         """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
@@ -224,7 +224,7 @@ class _LoopOfBlock:
     def _placed(self, value: Value) -> dict[Rows, Atom] | None:
         """Return the rows of a stack that is zero elsewhere; None for any other value.
 
-        Each is a value of the body, by the places of this row in all iterations (`Rows`).
+        The result maps where a row lies in all iterations (`Rows`) to its value in the body.
         """
         operation = self.loop.body.makers.get(value)
         if operation is None:

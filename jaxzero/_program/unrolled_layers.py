@@ -274,7 +274,7 @@ def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
         # Explain the window that holds for the most operations: it is most likely the layers.
         _, why = max(problems, key=lambda x: x[0], default=(0, _first_difference(layers, places)))
         raise NotImplementedError(_not_alike(why))
-    # The boundary between two layers is where the least passes from one to the next.
+    # The boundary between two layers is where the fewest bytes pass from one to the next.
     return min(windows, key=lambda x: sum(_num_bytes(layers, x, place) for place, _ in x.carried))
 
 
