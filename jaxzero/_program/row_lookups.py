@@ -56,7 +56,7 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None:
-    """Return the dim of `indices` along which they count 0, 1, ... in `dim` of an operand, or None.
+    """Return the dim of `indices` along which the indices into dim `dim` count 0, 1, ..., or None.
 
     `index_map` has, for each column of the indices, the dim of the operand that it indexes.
     """

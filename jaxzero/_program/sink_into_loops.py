@@ -137,7 +137,7 @@ class LoopEditor:
         )
 
     def _apply(self, operation: Operation, behind: Mapping[Value, Operation] | None) -> None:
-        """Compute the layers of an operation's outputs in the body."""
+        """Compute in the body the layers of what an operation outside of the loop makes."""
         form = self.values.form(operation)
         assert form is not None
         inputs = [

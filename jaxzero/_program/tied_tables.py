@@ -175,7 +175,7 @@ def _sum(
 def _in_order(
     inputs: Iterable[Value], old: Iterable[Operation], made: Iterable[Operation]
 ) -> tuple[Operation, ...]:
-    """Insert the operations `made` into the list `old`, each once its inputs have been made.
+    """Insert the operations `made` into the list `old`, each as soon as its inputs exist.
 
     `inputs` are those of the block.
     """

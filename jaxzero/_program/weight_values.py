@@ -172,7 +172,7 @@ class StackValues:
         return known and source is not None and self.is_layered(source)
 
     def is_free(self, atom: Atom, sliced: bool) -> bool:
-        """Return whether a loop's body can read an atom without a large array being made for it.
+        """Return whether no large array has to be made if a loop's body reads an atom.
 
         `sliced` says that the loop scans the atom, so that each iteration reads one layer.
         """
