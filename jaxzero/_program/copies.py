@@ -9,9 +9,9 @@ from .ir import Atom, Block, Loop, Operation, Value
 
 
 class Copies:
-    """Builds a list of operations that read copies of values, which it computes again.
+    """Builds a list of operations that read the results of copies of the operations `repeated`.
 
-    The copy of an operation stands right before the first operation that reads its result.
+    A copy stands right before the first operation that reads its result.
 
     Args:
         repeated: the operations to copy, in program order.

@@ -193,7 +193,7 @@ class Broadcast(Op):
         return layout.moved(dim) if self.shape[dim] == layout.size else None
 
     def back(self, layout, shape):
-        # Reducing before a broadcast is safe only if it adds dims of size 1. Larger ones repeat values.
+        # A gradient may be reduced before a broadcast only if that repeats no values.
         if math.prod(shape) != math.prod(self.shape):
             return None
         return super().back(layout, shape)

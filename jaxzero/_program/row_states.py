@@ -2,9 +2,9 @@
 
 The `n` rows of one call on a device may be a dim of an array, a part of a dim (after a reshape that
 merged dims), or several dims (after one that split it). So each dim is written as *parts*, from the
-major to the minor part. A part is `(size, stride)`: its index times `stride` is what it adds to the
-number of the row, so a stride of 0 says that it has no rows. `[n, t]` merged to one dim is `((n,
-1), (t, 0))`. `[n]` cut into groups of 4 rows is two dims, `((n / 4, 4),)` and `((4, 1),)`.
+major to the minor part. A part is `(size, stride)`: index `i` along a part adds `i * stride` to the
+number of the row, so a part of stride 0 has no rows. `[n, t]` merged to one dim is `((n, 1), (t,
+0))`. `[n]` cut into groups of 4 rows is two dims, `((n / 4, 4),)` and `((4, 1),)`.
 
 The part with `size * stride == n` is the *outer* one. While a value has the outer part, each
 element belongs to one group of neighbouring rows. A sum over other parts adds up rows inside a
