@@ -161,7 +161,10 @@ def _checked(equation: Any) -> Any:
 
 
 def _check_stays_in_node(name: str, params: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if an equation of a one-node program is a collective over `node`."""
+    """Raise `ValueError` if an equation of a one-node program is a collective over `node`.
+
+    `name` is the name of the equation's primitive, and `params` are its parameters.
+    """
     axes = params.get("axes", params.get("axis_name", ()))
     if NODE in (axes if isinstance(axes, tuple | list) else (axes,)) and name != "axis_index":
         raise ValueError(

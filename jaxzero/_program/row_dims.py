@@ -342,7 +342,10 @@ def windows(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def batched(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of matrix decompositions and FFTs. The result is unknown if they combine rows."""
+    """Rule of matrix decompositions and FFTs.
+
+    The result is unknown if they combine elements of several rows, or read a sum over rows.
+    """
     params = operation.equation.params
     last = len(params["fft_lengths"]) if operation.name == "fft" else 2
     shapes = [shape_of(x) for x in operation.inputs]

@@ -32,7 +32,8 @@ class Mixing:
     Attributes:
         kind: "statistic": a sum over rows is combined with rows again; "function": a function of a
             sum; "product" or "ratio" of two sums; "pairs": values of two rows meet; "order": a sort
-            of rows; "extreme": a maximum over rows; "key": all devices draw equal random bits.
+            of rows; "extreme": another reduction of rows, such as a maximum; "key": all devices
+            draw equal random bits.
         source: the operation over rows, such as a sum; for "ratio" and "pairs" the one where two
             values meet; for "key" the one that draws random bits.
         at: the operation that uses what `source` makes.

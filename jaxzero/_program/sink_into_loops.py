@@ -319,7 +319,7 @@ class _Behind:
         return True
 
     def ends(self, gradients: Sequence[Atom]) -> list[Value]:
-        """Return the last values before `gradients` that the loop can, and has to, compute."""
+        """Return the values that the loop should compute for `gradients`: the last that it can."""
         last: dict[Value, None] = {}
         pending, seen = list(gradients), set()
         while pending:

@@ -279,7 +279,7 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
 
 
 def _carried(loop: Loop, position: int) -> TableGradient | None:
-    """Return the rows that a loop adds to output `position`, if that is a carried sum of rows."""
+    """Return how a loop adds rows to its output `position`; None if that is no sum of rows."""
     if position >= loop.num_carry:
         return None
     result = loop.body.outputs[position]
