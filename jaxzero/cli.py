@@ -67,7 +67,7 @@ _COMMANDS = {chosen.name: settings for settings, chosen in map(get_args, get_arg
 
 
 def _parsed(arguments: Sequence[str]) -> Any:
-    """Parse a command line to the command's dataclass of settings.
+    """Parse a command line, and return the settings: an instance of the command's dataclass.
 
     Each command has a parser of its own, so that errors point to the command's `--help`.
     """
@@ -119,7 +119,10 @@ def _check_repeated(arguments: Sequence[str], settings: Any) -> None:
 
 
 def _single(settings: Any) -> Iterator[str]:
-    """Yield the flags that take one value, of all fields and nested dataclasses of `settings`."""
+    """Yield the flags, such as `--steps`, that take one value and may not be repeated.
+
+    `settings` is a dataclass; fields of dataclasses nested in it are flags too.
+    """
     hints = get_type_hints(settings, include_extras=True)
     for field in dataclasses.fields(settings):
         kind = hints[field.name]
@@ -185,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the exit status of an error whose message suffices; None if it needs a traceback."""
+    """Return the exit status of an error whose message is enough; None if it needs a traceback."""
     causes = [*distributed.causes(error)]
     if any(isinstance(cause, TimeoutError) for cause in causes):
         return PEER_LOST
@@ -196,7 +199,7 @@ def _status_of(error: Exception) -> int | None:
 
 
 def resume_command(arguments: Sequence[str], name: str | None) -> str:
-    """Return the command line that continues the run `name`, which `arguments` started."""
+    """Return the command line that resumes the run `name`, which was started with `arguments`."""
     words = ["jaxzero", *arguments]
     if not any(word.split("=")[0] == "--name" for word in words):
         words += ["--name", str(name)]
@@ -218,5 +221,5 @@ def _text_of(error: Exception) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape the markup of rich, and control characters that a terminal would obey."""
+    """Escape what rich would read as markup, and control characters that a terminal would obey."""
     return escape("".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in text))
