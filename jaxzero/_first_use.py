@@ -44,7 +44,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        missing = error.__cause__ or error  # of a name that is imported on first use
+        missing = error.__cause__ or error  # the cause, if a name was imported on first use
         if not isinstance(missing, ModuleNotFoundError):
             raise
         raise ImportError(

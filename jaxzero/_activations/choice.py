@@ -1,4 +1,8 @@
-"""Choose what forward keeps for backward, under a budget."""
+"""Choose what forward keeps for backward, under a budget.
+
+A kept byte has a price in seconds. At a low price much is kept, and at a high price much is
+recomputed. A bisection finds a price whose cheapest choice keeps nearly as much as the budget.
+"""
 
 from __future__ import annotations
 

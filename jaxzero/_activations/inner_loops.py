@@ -69,7 +69,7 @@ def divided(pair: Pair, trip: Trip) -> Pair:
     forward, (backward,) = pair.forward, pair.readers
     before, after = trip.block.operations[: trip.end], trip.block.operations[trip.end :]
     results = trip.block.outputs[-len(backward.outputs) :]
-    # Loops inside may stack up values that nothing reads any more; those must not cross.
+    # Inner loops may stack up values that nothing reads any more. What only they read is dropped.
     after = without_dead_code(Block((), results, after)).operations
     of_forward = {*forward.body.inputs, *(x for operation in before for x in operation.outputs)}
     read = [*(x for operation in after for x in operation.values), *results]

@@ -35,7 +35,7 @@ from .._program import (
 from .costs import bytes_of, copies_in_host, seconds_of
 from .min_cut import Choice, Cost, Part
 
-_SMALLER = 8  # a constant of a loop is made in its body if it is so many times what it is made of
+_SMALLER = 8  # a constant made of values of so many times fewer bytes is made in the loop's body
 
 
 class Pair(NamedTuple):
@@ -60,7 +60,7 @@ def stacked_once(block: Block, end: int) -> tuple[Block, dict[Atom, Atom]]:
 
     A value that a scan returns is often a residual too, for which JAX makes a second stack. Loops
     of backward, behind the first `end` operations, keep a second stack if it is an output or read
-    by other operations than loops: each gradient of two added weights is reduced by itself.
+    by other operations than loops. It is a gradient, which is reduced by itself.
 
     Returns:
         The block; and a dict from each stack that is dropped to the one that is read in its place.
@@ -141,7 +141,7 @@ def part_of(
 
     Args:
         pair: the pair.
-        outside: for values outside of the loop, the cost if a backward loop reads one in addition.
+        outside: for values outside of the loop, the cost if a backward loop must read one more.
         never: operations of the body that are not repeated.
         weights: values outside of the loop that are stacks of weights, or views of such stacks.
         times: how often the loop runs, if it is inside of another loop.
@@ -153,7 +153,7 @@ def part_of(
         for indices in (pair.saved, pair.held)
     )
     fixed = fixed_of(body, layers_of(loop, weights))
-    # A layer of which backward reads a view, such as a cast one, is gathered there anyway.
+    # If backward reads a view of a layer's weight, such as a cast weight, it gathers it anyway.
     gathered = {x for view in saved & fixed.views for x in fixed.of(view) or ()}
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
@@ -187,7 +187,7 @@ def repeating(
     stack_of: dict[Value, Value],
     in_host: Collection[Value] = (),
 ) -> Block:
-    """Let the forward loop of a pair stack up the kept values, and backward loops repeat the rest.
+    """Let a pair's forward loop stack up kept values, and its backward loops recompute the others.
 
     Stacks that nothing reads any more remain, until `without_dead_code` drops them.
 
@@ -246,7 +246,7 @@ def _made_inside(block: Block, loop: Loop) -> list[Operation]:
 
 
 def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
-    """Return the operations that make a value from values of at most `most` bytes, in order.
+    """Return in program order the operations that make a value from values of at most `most` bytes.
 
     Each operation is a view or elementwise, so XLA fuses it with its readers. If the value needs
     any other operation, the list is empty.
@@ -287,7 +287,7 @@ def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Insert the operations that make constants into `repeated`, each right before its reader.
+    """Merge both lists: an operation that makes a constant stands right before its first reader.
 
     The plan counts a constant, such as a mask of all attention scores, among the arrays that a
     layer holds from the operation on that makes it.
@@ -331,7 +331,7 @@ class _Recomputing(Copies):
         } - self._makers.keys()
         given = zip(loop.inputs, loop.body.inputs, strict=True)
         carry = range(loop.num_constants, loop.first_stack)
-        self.constants, self.scanned = {}, {}  # by the value outside, that inside
+        self.constants, self.scanned = {}, {}  # from a value outside of the loop to that inside
         for i, (outside, inside) in enumerate(given):
             if i not in carry:
                 (self.constants if i < loop.num_constants else self.scanned)[outside] = inside
@@ -359,7 +359,7 @@ class _Recomputing(Copies):
         )
 
     def _replaced(self) -> dict[Atom, Atom]:
-        """Return a dict from inputs of the loop's body to values that copied operations make."""
+        """Return a dict from inputs of `loop`'s body to values that copied operations now make."""
         forward, loop = self.forward, self.loop
         replaced: dict[Atom, Atom] = {}
         made: dict[Atom, Value] = {stack: x for x, stack in stacked_values(forward)}

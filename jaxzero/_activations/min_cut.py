@@ -29,7 +29,7 @@ from .._program import Operation, Value
 from .costs import STACKED, bytes_of, is_fused, is_pointwise, seconds_of
 
 _INFINITE = 2**31 - 1
-_LARGEST = 2**30  # of all finite capacities together, so that no sum overflows 32 bits
+_LARGEST = 2**30  # the sum of all finite capacities, so that no sum overflows 32 bits
 _SOURCE, _SINK = 0, 1
 
 
@@ -186,8 +186,9 @@ class _Graph:
     def cut(self) -> set[Value | Operation]:
         """Return the values and operations on the sink's side of a minimum cut.
 
-        Of several minimum cuts, the one with the fewest of them is taken. The solver needs integer
-        capacities, so seconds are rounded up to multiples of 2^-30 of the sum of all finite ones.
+        Of several minimum cuts, the one with the fewest nodes on that side is taken. The solver
+        needs integer capacities. So seconds are rounded up to multiples of the sum of all finite
+        capacities, divided by 2^30.
         """
         from scipy.sparse import csr_array  # slow to import, and needed here alone
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

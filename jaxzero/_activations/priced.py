@@ -68,7 +68,7 @@ class Chosen:
 
     @functools.cached_property
     def block(self) -> Block:
-        """The program that `emit` returns, which is called once."""
+        """The program that `emit` returns; `emit` is called once only."""
         return self.emit()
 
     @functools.cached_property
@@ -145,7 +145,7 @@ class PricedProgram:
             price: the price of a byte, in seconds.
             link: the share of the time of forward's matrix products during which the link to host
                 memory may carry copies, from 0 to 1.
-            keep: values that are kept at no price.
+            keep: values that cost nothing to keep.
         """
         end = self._end(self.block)
         block, choices, in_host = self._of_loops(
@@ -192,7 +192,7 @@ class PricedProgram:
             outside: for each value of the block outside of its loops, the cost to keep the value,
                 or to make it again, for a backward loop that would not read it otherwise.
             price: seconds that a kept byte costs.
-            keep: values that are kept at no price.
+            keep: values that cost nothing to keep.
             results: outputs of the block that are kept whatever is chosen.
             weights: values of the block that are weights, or views of weights.
             times: how often the block runs.
@@ -261,9 +261,10 @@ class PricedProgram:
     def _outside_of_loops(
         self, block: Block, counted: Collection[Value]
     ) -> tuple[unrolled.Forward, Part]:
-        """Return forward outside of loops, and the same as a part for which a cut is chosen.
+        """Return the operations of forward outside of loops, as `Forward` and as a `Part`.
 
-        The result for the traced program is computed once, for all prices.
+        The result for the traced program is computed once, for all prices. `counted` is that of
+        `Forward`.
         """
         if block is self.block and self._unrolled is not None:
             return self._unrolled
@@ -313,11 +314,11 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Return the cost in seconds of the choices for a loop and for the loops inside of it.
+    """Return the cost in seconds of the choices for the loops inside of a loop, and of its own.
 
-    It has the seconds of all repeated operations; and at `price` per byte, the values that the last
-    part keeps, but for those of `keep`, and the stacks of inner loops that backward repeats as a
-    whole.
+    The choice of the outer loop is the last one. The cost is the time of all repeated operations,
+    plus that of the values that the outer loop keeps, but for those of `keep`, plus `price` for
+    each byte that `_held_by_loops` returns.
     """
     part, choice = choices[-1]
     kept = [x for x in choice.kept if x not in keep]
@@ -327,7 +328,10 @@ def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection
 
 
 def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
-    """Return the bytes of the stacks, for one layer, of inner loops that backward repeats whole."""
+    """Return the bytes of the stacks that inner loops make again in backward, for one layer.
+
+    Only loops that backward repeats as a whole make their stacks again.
+    """
     return sum(
         bytes_of(x) // part.token_parts
         for part, choice in choices

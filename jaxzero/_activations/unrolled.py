@@ -32,8 +32,8 @@ from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
 _LEAST_GAIN = 4  # the last cut pays if its segment's residuals are so many times what it keeps
-# A cut costs in addition this part of all that is alive there. Where two cuts keep as much, the one
-# between layers is taken.
+# A cut costs in addition the bytes that are alive there, divided by this. So of two cuts that keep
+# as much, the one between layers is taken.
 _RATHER = 16
 _PLACES = 1000  # most places where segments may end: time and memory grow with their square
 # Bounds that are tried: a segment has at most the bytes of all residuals, divided by one of these.
@@ -97,10 +97,11 @@ class Forward:
     def part(self, outside: Mapping[Value, Cost], never: Collection[Operation]) -> Part:
         """Return forward outside of loops as a part for which a minimum cut is chosen.
 
-        Values that cross from a segment into another are kept: their makers are never repeated.
+        Values that cross from a segment into another are kept: operations that make such values are
+        never repeated.
 
         Args:
-            outside: for inputs of the program, the cost if backward reads one in addition.
+            outside: for inputs of the program, the cost if backward must read one more.
             never: further operations that are not repeated. Loops that stack up values for backward
                 need not be among them.
         """

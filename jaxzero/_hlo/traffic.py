@@ -137,7 +137,7 @@ def _written(instruction: Instruction, within: Computation) -> _Parts:
     if instruction.op == "dynamic-update-slice":
         update = within.by_name[instruction.operands[1]]
         return [(update.num_bytes, instruction.results[0].on_host)]
-    if instruction.op == "copy-start":  # of (destination, source, context)
+    if instruction.op == "copy-start":  # its results are (destination, source, context)
         return _parts(instruction.results[:1])
     return _parts(instruction.results)
 
@@ -153,7 +153,7 @@ def _read_by_fusion(inner: Computation) -> _Parts:
         if parameter.op != "parameter":
             continue
         names, users = _users(parameter, inner)
-        first = [x for x in users if x.operands[0] in names]  # and no index of it
+        first = [x for x in users if x.operands[0] in names]  # and do not use it as an index
         sliced = [x for x in first if x.op in ("dynamic-slice", "slice", "gather")]
         updated = [x for x in first if x.op == "dynamic-update-slice"]
         if users and len(sliced) + len(updated) == len(users):
