@@ -305,7 +305,7 @@ class JsonKeys:
         return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
 
     def over(self, other: "JsonKeys") -> "JsonKeys":
-        """Return an object with the keys of both; a key of both has the value that `self` has."""
+        """Return an object with the keys of `self` and `other`, with the value of `self` for a key of both."""
         merged = {**other._content, **self._content}
         return self._nested(merged, self._prefix if self._content else other._prefix)
 

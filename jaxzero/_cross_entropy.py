@@ -101,10 +101,10 @@ def softmax_cross_entropy(
 
 
 def _cut(x: Array, dim: int, num_chunks: int) -> Array:
-    """Pad dim `dim`, that of tokens, with zeros, and cut it into chunks, a new first dim.
+    """Split the tokens of an array into chunks: `[chunks, *rows, tokens of a chunk, ...]`.
 
-    From `[*rows, tokens, ...]` this makes `[chunks, *rows, tokens of a chunk, ...]`. Padding tokens
-    have label 0, since labels are padded too. The caller drops their losses, or weights them by 0.
+    `x` is `[*rows, tokens, ...]`, and `dim` is the dim of tokens, which is padded with zeros first.
+    So padding tokens have label 0. The caller drops their losses, or gives them the weight 0.
     """
     added = -x.shape[dim] % num_chunks
     if added:

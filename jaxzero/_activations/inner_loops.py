@@ -1,11 +1,11 @@
-"""Choose what loops inside of layers keep, such as loops over experts or blocks of tokens.
+"""Join the loops over layers of forward and backward, to choose what loops inside of layers keep.
 
-The stacks that such an inner loop makes for backward leave the loop over layers as stacks of
-stacks. To choose what inner loops keep, `joined` makes one block of two trips: a trip of the
-forward loop over layers, and the trip of the backward loop that reads its values. In this block,
-which is a program of forward and backward, inner loops are handled as loops over layers are in the
-whole program. `divided` then divides the block into the bodies of the two loops over layers again:
-each value of the forward half that the backward half reads becomes a stack.
+An inner loop is, for example, one over experts or blocks of tokens. Its forward half is in the body
+of the forward loop over layers, and its backward half in the body of the backward loop. `joined`
+puts both bodies into one block, as a program of forward and backward for one layer. For this
+program one chooses what its loops keep in the same way as for the whole program. `divided` then
+makes two bodies of the block again. Each value of the forward half that the backward half reads is
+stacked up by the loop over layers.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def part_of(
 
     Args:
         pair: the pair.
-        outside: for values outside of the loop, the cost if a backward loop must read one more.
+        outside: for values outside of the loop, the cost of reading one in a backward loop as well.
         never: operations of the body that are not repeated.
         weights: values outside of the loop that are stacks of weights, or views of such stacks.
         times: how often the loop runs, if it is inside of another loop.
@@ -307,11 +307,11 @@ def _before_readers(
 
 
 class _Recomputing(Copies):
-    """Builds `loop`, the `forward` loop of a pair or a backward one, with copied operations inside.
+    """Builds a loop whose body makes values by copies of operations, instead of reading them.
 
-    The copied operations are `repeated`, from the forward body, and `made_inside`, which make large
-    constants outside of the loop. `stacks` has the stack of each value of the forward body that
-    `loop` may scan.
+    `loop` is the `forward` loop of a pair or one of its backward loops. It copies `repeated`, from
+    the forward body, and `made_inside`, which make large constants outside of the loop. `stacks`
+    has the stack of each value of the forward body that `loop` may scan.
     """
 
     def __init__(

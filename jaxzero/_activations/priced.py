@@ -1,4 +1,4 @@
-"""Choose at the least cost what a program keeps for backward, for a price of a kept byte.
+"""Find the cheapest choice of what a program keeps for backward, if kept bytes have a price.
 
 The cost is in seconds. It is the predicted time to repeat operations in backward and to copy kept
 values into stacks and out again, plus the price of each kept byte.
@@ -73,7 +73,7 @@ class Chosen:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """The bytes in its own memory that a device keeps from forward to backward."""
+        """The bytes that a device keeps in its memory from forward to backward."""
         return kept_bytes(self.residuals)
 
     @property
@@ -330,7 +330,7 @@ def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection
 def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
     """Return the bytes of the stacks that inner loops make again in backward, for one layer.
 
-    Only loops that backward repeats as a whole make their stacks again.
+    Only an inner loop that backward repeats as a whole makes its stacks again.
     """
     return sum(
         bytes_of(x) // part.token_parts
@@ -343,9 +343,9 @@ def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
-    """Return an inner loop's part and choice without the values that it keeps.
+    """Return an inner loop's part and choice without the values that the loop keeps.
 
-    The stacks of kept values are counted by the part of the loop around it.
+    The part of the loop around it counts the stacks of these values.
     """
     repeated = {x for operation in choice.repeated for x in operation.outputs}
     wanted = [x for x in part.wanted if x in repeated]
@@ -380,8 +380,8 @@ def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[
 def _is_bound(operation: Operation) -> bool:
     """Return whether an operation is never repeated, for its side effects or its unknown cost.
 
-    True of operations with effects, calls of Python, collectives, barriers, copies between device
-    and host, operations that make tokens or references, kernels of unknown cost, and `while` loops.
+    This is true of effects, calls of Python, collectives, barriers, copies between device and host,
+    operations that make tokens or references, kernels of unknown cost, and `while` loops.
     """
     if isinstance(operation, Barrier) or operation.name == "while" or is_host_copy(operation):
         return True

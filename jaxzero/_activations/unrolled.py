@@ -46,9 +46,10 @@ class Forward:
     Attributes:
         block: the program.
         end: how many of its operations are forward.
-        wanted: the values that forward makes and backward reads, without stacks that are residuals
-            of their loops, values in host memory, weights, and values that are made at the end of
-            forward and read at the start of backward.
+        wanted: the values that forward makes and backward reads, and that are kept or recomputed
+            by a choice for this part. They do not include weights, values in host memory, stacks
+            of values for which a loop has a choice of its own, and values that are made at the end
+            of forward and read at the start of backward.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Forward:
             block: the program.
             weights: inputs of the program that are gathered where they are used.
             end: how many of its operations are forward.
-            counted: values in bodies of loops whose stacks are not in `wanted`: values that a loop
-                keeps by its own choice, and views of weights, whose stacks are computed where loops
-                scan them. Other stacks that backward reads are in `wanted`, such as an encoder's
-                states that only a decoder and its backward loop read.
+            counted: values in bodies of loops; their stacks are not in `wanted`. These are values
+                that a loop keeps by its own choice, and views of weights, whose stacks are computed
+                where loops scan them. Other stacks that backward reads are in `wanted`, such as an
+                encoder's states that only a decoder and its backward loop read.
         """
         self.block = block
         self.end = end
@@ -101,7 +102,7 @@ class Forward:
         never repeated.
 
         Args:
-            outside: for inputs of the program, the cost if backward must read one more.
+            outside: for inputs of the program, the cost of reading one in backward as well.
             never: further operations that are not repeated. Loops that stack up values for backward
                 need not be among them.
         """
@@ -195,8 +196,9 @@ class Forward:
     def _segments(self) -> list[int]:
         """Choose the segments; return the index of the last operation of each but the last one.
 
-        A segment may end where fewer bytes are alive than before, and no more than behind. Without
-        a loop over layers, the last cut is as late as pays, such as between last layer and head.
+        A segment may end where fewer bytes are alive than before, and no more than behind. If no
+        loop runs over layers, the last cut is the latest one behind which forward makes at least
+        `_LEAST_GAIN` times as many bytes of residuals as the cut keeps.
         """
         made = np.zeros(self.end, np.int64)
         for value in self.wanted:
@@ -338,7 +340,7 @@ class _Again(Copies):
         """Find kept values that backward reads before it comes to their segments.
 
         Such a value may be a residual of a `jax.custom_vjp` that no operation of forward reads. It
-        has a barrier of its own: that of the segment must not come so early.
+        has a barrier of its own, so that the barrier of its segment does not come too early.
         """
         block, segment_of = self._forward.block, self._forward.last_segment
         first: dict[Value, int] = {}
@@ -384,9 +386,9 @@ class _Again(Copies):
 def _sums(backward: Sequence[Operation]) -> set[Value]:
     """Find values of backward that only enter sums and moves of elements: gradients of weights.
 
-    These values may not pass a barrier. A gradient is reduced over devices before such sums and
-    moves, but not before a barrier: behind it, the gradients of all layers would be put together in
-    full before they are reduced.
+    These values must not pass a barrier. The reduction of a gradient over devices is moved up
+    across such sums and moves, but not across a barrier: below a barrier, the gradients of all
+    layers would be put together in full before they are reduced.
     """
     onward: set[Value] = set()
     for operation in reversed(backward):

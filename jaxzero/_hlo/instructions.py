@@ -26,10 +26,10 @@ class Instruction:
     Attributes:
         name: the name of the instruction.
         op: the name of its operation, such as "fusion" or "all-gather-start".
-        results: the shapes of its results; of several if the result is a tuple.
+        results: the shapes of its results: of one array, or of several if the result is a tuple.
         operands: the names of the instructions whose results it reads.
-        text: the line from the results on.
-        is_root: whether its result is that of the computation.
+        text: the line without `name = `.
+        is_root: whether its result is the result of the computation that holds it.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read the result of an instruction, by the name of the latter."""
+        """By the name of each instruction that is read, the instructions that read its result."""
         users: dict[str, list[Instruction]] = {}
         for x in self.instructions:
             for operand in x.operands:

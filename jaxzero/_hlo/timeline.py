@@ -8,7 +8,7 @@ programs. Instructions are simulated in the order of the compiler's schedule, on
 - One stream runs the collectives, one after the other. An asynchronous collective begins at its
   `-start`, once the stream is free, and compute waits for it at its `-done`. An exchange kernel
   (see `cost`) that runs beside compute, by a `call-start`, is on this stream too: it takes the same
-  links. "Exchange" means such a kernel below.
+  links. In this module, an exchange is such a kernel.
 - One stream copies from the host's memory, and one copies to it, in the same way. Compute waits at
   once for an instruction that reads or writes host memory and is not asynchronous.
 
@@ -125,6 +125,9 @@ def timeline(module: str | Program, rates: Rates) -> Timeline:
 class Walk:
     """Simulates the computations of a program, each of them once.
 
+    Methods extend `line`, the timeline of a computation up to the current instruction. `free` has,
+    for each stream other than compute, the second at which it has nothing more to do.
+
     Attributes:
         program: the parsed module.
         rates: the rates of the machine.
@@ -140,7 +143,8 @@ class Walk:
         """Return the timeline of one run of a computation.
 
         Raises:
-            ValueError: the trip count of a loop with collectives or host copies is not known.
+            ValueError: the trip count of a loop with collectives or host copies is not known; or a
+                transfer is started and never awaited.
         """
         if within.name not in self.timelines:
             self.timelines[within.name] = self._walk(within)

@@ -118,7 +118,7 @@ def _parts(shapes: Iterable[Shape]) -> _Parts:
 def _read(instruction: Instruction, within: Computation) -> _Parts:
     """Return the arrays, or slices of arrays, that an instruction other than a fusion reads.
 
-    Each is a pair of its bytes and whether it is in the host's memory.
+    Each array or slice is given by its bytes, and by whether it is in the host's memory.
     """
     operands = [within.by_name[x].results for x in instruction.operands if x in within.by_name]
     if instruction.op == "broadcast":
