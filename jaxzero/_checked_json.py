@@ -274,7 +274,8 @@ class JsonKeys:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, converted by its kind.
 
-        If the object lacks the key, return its value in `defaults`, or `default` if that has none.
+        If the object lacks the key, return the key's entry in the `defaults` of this object, or
+        `default` if there is no such entry.
 
         Raises:
             ValueError: the value is not of the key's kind.
@@ -305,7 +306,7 @@ class JsonKeys:
         return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
 
     def over(self, other: "JsonKeys") -> "JsonKeys":
-        """Return an object with the keys of `self` and `other`, with the value of `self` for a key of both."""
+        """Return the union of two objects; where both have a key, the value of `self` counts."""
         merged = {**other._content, **self._content}
         return self._nested(merged, self._prefix if self._content else other._prefix)
 

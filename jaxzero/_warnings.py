@@ -13,7 +13,10 @@ INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
 
 
 def warn(message: str) -> None:
-    """Issue a `UserWarning` for the innermost line on the stack outside of JAX and this package."""
+    """Issue a `UserWarning` that names the line of user code which called into this package.
+
+    It is the innermost line on the call stack that is outside of the packages in `INSIDE`.
+    """
     level, frame = 1, sys._getframe()
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -24,7 +27,7 @@ def warn(message: str) -> None:
 
 
 class RowsMixedWarning(UserWarning):
-    """The warning that a loss function combines rows of a batch other than by a sum or mean of all.
+    """The warning that a loss combines rows of a batch, other than in a sum or mean over all rows.
 
     An example is to divide by a mean over rows. Each device divides by the mean over its own rows,
     so the result differs from that of one device that has all rows.

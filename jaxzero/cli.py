@@ -70,6 +70,9 @@ def _parsed(arguments: Sequence[str]) -> Any:
     """Parse a command line, and return the settings: an instance of the command's dataclass.
 
     Each command has a parser of its own, so that errors point to the command's `--help`.
+
+    Raises:
+        ValueError: there is no such command, or a flag is repeated that takes one value.
     """
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
@@ -140,10 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
-        0, or 2 for a mistake in the arguments, 74 if a file cannot be read or written, or 130 after
-        Ctrl-C. `jaxzero verify` also returns 1 if something is wrong; `jaxzero train` 75 after
-        SIGTERM, 76 if another process is lost, and 77 if training diverged; `jaxzero launch` the
-        status of the first process that failed.
+        0 on success; 2 for a mistake in the arguments; 74 if a file cannot be read or written; 130
+        after Ctrl-C. `jaxzero verify` returns 1 if it finds something wrong. `jaxzero train`
+        returns 75 after SIGTERM, 76 if another process is lost, and 77 if training diverged.
+        `jaxzero launch` returns the status of the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)

@@ -278,7 +278,7 @@ def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
 
 
 def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
-    """Return pairs of a value of a loop's body and the output of the loop that stacks it up."""
+    """Return each value of a loop's body that is stacked up, with its stack: a loop output."""
     first = loop.num_carry
     made = zip(loop.body.outputs[first:], loop.outputs[first:], strict=True)
     return [(x, stack) for x, stack in made if isinstance(x, Value)]

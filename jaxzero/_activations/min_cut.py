@@ -80,7 +80,7 @@ class Part:
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:
-        """Pointwise operations that XLA fuses with all readers, so no result goes to memory."""
+        """Pointwise operations whose results are not written, since XLA fuses them with readers."""
         readers: dict[Value, list[Operation]] = {}
         for operation in self.operations:
             for x in operation.values:

@@ -89,7 +89,10 @@ class Collective:
 
     @property
     def entering_bytes(self) -> int:
-        """The bytes that one device receives in one run, if it receives none of them twice."""
+        """The bytes that one device receives in one run, if no byte is sent twice.
+
+        An all-reduce is counted as a reduce-scatter and an all-gather.
+        """
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:

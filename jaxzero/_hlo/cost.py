@@ -170,8 +170,9 @@ def _flops(instruction: Instruction, within: Computation) -> float:
 def _convolution_flops(instruction: Instruction, within: Computation, labels: str) -> float:
     """Count the FLOPs of a convolution or of one of its derivatives.
 
-    They are 2 for each pair of an output element and a kernel element of its channel. `labels` has
-    a letter for each dim of the kernel, and "o" is the letter of output channels.
+    They are 2 for each element of the output and each element of the kernel that belongs to the
+    same output channel. `labels` has a letter for each dim of the kernel, and "o" is the letter of
+    output channels.
     """
     called = (
         places for name, places in _CONVOLUTIONS.items() if f"$conv{name}" in instruction.text
