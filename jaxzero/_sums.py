@@ -7,7 +7,7 @@ from numpy.typing import DTypeLike
 
 
 def widened(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which to sum floats of `dtype`: float32, or `dtype` if it is as wide.
+    """Return the dtype in which to sum floats of `dtype`: itself, or float32 if that has more bits.
 
     A sum in 16 bits would lose its small terms.
     """

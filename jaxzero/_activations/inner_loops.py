@@ -62,9 +62,9 @@ def joined(pair: Pair) -> Trip:
 
 
 def divided(pair: Pair, trip: Trip) -> Pair:
-    """Return the two loops of a pair with the bodies that a trip's block has after a rewrite.
+    """Divide the block of a trip into the bodies of two loops, and return the pair of these loops.
 
-    `trip` is what `joined` returned for `pair`, with a rewritten block.
+    `trip` is what `joined` returned for `pair`, but with a block that has been rewritten.
     """
     forward, (backward,) = pair.forward, pair.readers
     before, after = trip.block.operations[: trip.end], trip.block.operations[trip.end :]

@@ -176,7 +176,7 @@ def part_of(
 
 
 def layers_of(loop: Loop, stacks: Collection[Value]) -> list[Value]:
-    """Return the inputs of a loop's body that are layers of the given stacks, which it scans."""
+    """Return the inputs of a loop's body that are layers of `stacks`, if the loop scans these."""
     return [inside for outside, inside in loop.stacks if outside in stacks]
 
 
@@ -309,9 +309,9 @@ def _before_readers(
 class _Recomputing(Copies):
     """Builds a loop whose body makes values by copies of operations, instead of reading them.
 
-    `loop` is the `forward` loop of a pair or one of its backward loops. It copies `repeated`, from
-    the forward body, and `made_inside`, which make large constants outside of the loop. `stacks`
-    has the stack of each value of the forward body that `loop` may scan.
+    `loop` is the `forward` loop of a pair or one of its backward loops. Its new body has copies of
+    `repeated`, operations of the forward body, and of `made_inside`, which make large constants
+    outside of the loop. `stacks` maps values of the forward body to stacks that `loop` may scan.
     """
 
     def __init__(

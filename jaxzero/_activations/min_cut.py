@@ -80,7 +80,10 @@ class Part:
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:
-        """Pointwise operations whose results are not written, since XLA fuses them with readers."""
+        """Pointwise operations that XLA fuses with every operation that reads their results.
+
+        Such results are not written to memory.
+        """
         readers: dict[Value, list[Operation]] = {}
         for operation in self.operations:
             for x in operation.values:
