@@ -56,7 +56,11 @@ _OF_OUTER = (
 
 
 class LocalRounds:
-    """Runs rounds of local steps on every node; made by `Zero.local_steps`."""
+    """A function that runs one round of local steps; made by `Zero.local_steps`.
+
+    In a round, every node takes `method.every` training steps on its own rows, and nodes exchange
+    their parameters as `method` says.
+    """
 
     def __init__(self, step: Callable[..., Any], method: LocalSteps, zero: ShardedTrees):
         if not callable(step):
@@ -84,8 +88,8 @@ class LocalRounds:
             opt_state: from `zero.init_optimizer`, or any tree of arrays that `zero` has laid out.
 
         Raises:
-            ValueError: a tree did not come from this `Zero`, or the state of `outer` cannot be cut
-                into fragments.
+            ValueError: a tree did not come from this `Zero`, or the state of the outer
+                optimizer (`method.outer`) cannot be cut into fragments.
             NotImplementedError: a leaf is stored encoded or is split over further mesh axes.
         """
         tree_layouts = self._zero._layout_of(params), self._zero._layout_of(opt_state)
@@ -259,9 +263,14 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
-        """Lay out all arrays that the rounds of these trees keep; remember and return the layouts.
+        """Make the layouts of all arrays that rounds keep, and remember them for later calls.
 
         The layouts on one node are also registered with the `Zero` of one node, which a step uses.
+
+        Args:
+            params: the parameters.
+            layout: their layout over all nodes.
+            state_layout: the layout of the optimizer state over all nodes.
         """
         kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(layout.leaves, kinds, strict=True):
@@ -320,7 +329,10 @@ class LocalRounds:
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
-        """Run `make(arrays)`; each device makes only its own shards. Return the `LocalState`."""
+        """Build the `LocalState` whose arrays `make(arrays)` returns, as a list for each field.
+
+        Each device makes only its own shards.
+        """
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(
             lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
@@ -335,7 +347,18 @@ class LocalRounds:
     def _on_node(
         self, layouts: Layouts, noted: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
-        """Run the round of one node; store the structure of the metrics in `noted["metrics"]`."""
+        """Run a round on the devices of one node.
+
+        Args:
+            layouts: the layouts of the arrays that rounds keep.
+            noted: gets the tree structure of the metrics, as "metrics".
+            arrays: this node's arrays of each field of `LocalState`. Arrays that differ between
+                nodes have a leading dim of size 1.
+            batches: this node's rows of the batches of all steps.
+
+        Returns:
+            The new `arrays`, and a list of metrics `[every, 1, ...]`.
+        """
         # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])

@@ -3,9 +3,10 @@
 A single update would not show every difference: learning rates may start at 0, gradients of several
 micro-batches may make one update (`optax.MultiSteps`), and only large gradients may be clipped. So
 `NUM_UPDATES` updates are compared, by a program that is compiled once, and the second half of them
-has gradients of size `LARGE`. This is done for one layer of those whose paths differ only by
-numbers. Then all leaves are tried by one update. A difference can go unnoticed if more than
-`NUM_UPDATES / 2` micro-batches make an update, or if only larger gradients are clipped.
+has gradients of size `LARGE`. Of leaves whose paths differ only by numbers, such as the layers of a
+list, only the first is compared in this way. Then all leaves are compared after one update. A
+difference can go unnoticed if more than `NUM_UPDATES / 2` micro-batches make an update, or if only
+larger gradients are clipped.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ def _is_same(
 def _num_before_overflow(updates: np.ndarray) -> int:
     """Return how many updates come before the first one whose squares may overflow in a norm.
 
-    Without a learning rate, an optimizer that scales gradients by the norm of parameters lets
-    parameters grow that far. Then rounding decides between a number, infinity and NaN.
+    An optimizer that scales gradients by the norm of parameters, without a learning rate, makes
+    parameters grow until their squares overflow. From there on, rounding decides whether an update
+    is a number, infinity or NaN, so updates cannot be compared.
     """
     if not jnp.issubdtype(updates.dtype, jnp.inexact):
         return len(updates)

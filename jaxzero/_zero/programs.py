@@ -143,7 +143,7 @@ def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
 def _after_tokens(program: Callable) -> Callable:
     """Turn `program(*args)` into a function from `(tokens, *args)` to `(tokens, outputs)`.
 
-    The tokens keep programs in order; see `in_turn`.
+    Tokens are arrays that make the collectives of programs run in order; see `in_turn`.
     """
 
     def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -161,15 +161,16 @@ Rule = Callable[[Any, Any, Any], Any]
 def run_with_tangents(
     function: Callable, args: Any, rule_of: Callable[[OpenProgram], tuple[list[Any], Rule]]
 ) -> Any:
-    """Run `function(*args)` as a program that JAX differentiates by a rule.
+    """Run `function(*args)` as a program whose tangents JAX computes by a given rule.
 
     Args:
         function: a function of trees of arrays.
         args: the arguments of `function`.
         rule_of: maps the traced program to `(closed_over, rule)`. `closed_over` are the arrays that
-            the function to differentiate closes over. `rule` computes its tangents; it gets
-            `SymbolicZero`s for tangents that are known to be zero. JAX keeps the rule, so it should
-            hold no arrays.
+            the function to differentiate closes over. `rule(primals, tangents, results)` returns
+            the tangents of `results`. Here `primals` is `(closed_over, args)`, and `tangents` has a
+            tangent or a `SymbolicZero` for each of these arrays. JAX keeps the rule, so the rule
+            should hold no arrays.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -183,7 +184,18 @@ def run_with_tangents(
 def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
-    """Run a program of tokens and arguments, whose tangents the rule `tangents_of` computes."""
+    """Run a traced program, whose tangents a rule computes.
+
+    Args:
+        tangents_of: the rule, as in `run_with_tangents`.
+        program: a program made by `_after_tokens`.
+        closed_over: the first argument of the rule, with `args`.
+        tokens: the tokens that the program starts from.
+        args: the arguments of the program.
+
+    Returns:
+        The last tokens, and the outputs of the program.
+    """
     # JAX keeps the rule and all that it closes over, so the rule must not close over arrays.
     bare = dataclasses.replace(program, constants=[])
     run, treedef = bare.run_without_refs, bare.treedef
@@ -212,7 +224,7 @@ def _differentiated_by(
 
 
 def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
-    """Run `program(*args)`. Its tangents are those of `exact`, which encodes no messages.
+    """Run `program(*args)`, with the tangents of `exact(*args)`, which encodes no messages.
 
     Raises:
         NotImplementedError: JAX differentiates with respect to what the program closes over.
@@ -232,7 +244,10 @@ def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
 
 
 def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Return `jax.jvp` of a function of a list of arrays, where only some arrays have a tangent."""
+    """Return the outputs of a function of a list of arrays, and their tangents, as `jax.jvp` does.
+
+    Where an array has no tangent, `tangents` has None or a tangent that is known to be zero.
+    """
     varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
 
     def of_varied(arrays: list[Any]) -> Any:

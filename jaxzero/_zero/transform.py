@@ -43,7 +43,10 @@ from .user_function import (
 
 
 class Transform:
-    """The sharded program of a user's function for the arguments of one call, and its plan."""
+    """The sharded program of a user's function for the arguments of one call, and its plan.
+
+    Gradients are reduced to shards; those of the leaves in `combined` are combined like outputs.
+    """
 
     def __init__(
         self,
@@ -75,10 +78,7 @@ class Transform:
     ) -> Plan:
         """Trace `run(arrays, state)`, which calls `program`, and return the plan of the program.
 
-        The plan has gathers, reductions, transfers and copies.
-
         Args:
-            run: the function.
             arrays: for each argument of the call its global arrays.
             state: the second argument of `run`: a wire state, or the arrays of an optimizer state.
             along: positions of the arguments along which tangents are traced too.
@@ -99,7 +99,7 @@ class Transform:
         """Run the step on global arrays.
 
         Returns:
-            Loss, flat gradients, other outputs, next wire state, half-batch products; and for each
+            Loss, flat gradients, other outputs, next wire state, `GradientHalves`; and for each
             leaf of `updates` its new arrays, or None if its gradient is returned instead.
         """
         updates = updates or ProgramUpdates(None)
@@ -209,7 +209,7 @@ class Transform:
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
-        """Merge gradients of reduced and of combined leaves, in the layout that is returned."""
+        """Merge reduced with combined gradients, in order, and lay them out as users get them."""
         leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))
@@ -224,7 +224,7 @@ class Transform:
         return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """Merge values for reduced and for combined leaves into the order of `differentiated`."""
+        """Merge the values of reduced and of combined leaves, in the order of `differentiated`."""
         by_leaf = dict(zip(self.parameters.differentiated, reduced, strict=True))
         by_leaf |= zip(self.combined, combined, strict=True)
         return [by_leaf[i] for i in self.differentiated]
@@ -310,7 +310,7 @@ class Transform:
         return functools.partial(run_on_stage, lists=self.layers)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
-        """Return the factor from a device's loss to its share of the full batch's loss."""
+        """Return the factor that turns a device's loss into its share of the whole loss."""
         if not self._shares_loss:
             return None
         if not self.options.weighted:

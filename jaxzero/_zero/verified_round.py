@@ -46,7 +46,8 @@ def check_round(
         method: how nodes exchange.
         given: the arguments and the keyword arguments of the loss; batches are stacked over the
             steps.
-        is_plain: whether there is an optimizer, and no option that rounds do not take.
+        is_plain: whether `verify` was given an optimizer, and no option that a round does not take,
+            such as `halves`.
     """
     args, kwargs = given
     local_method(method, {})
@@ -110,7 +111,7 @@ class VerifiedRound:
             )
 
     def _rounds(self, method: LocalSteps, own: bool = False) -> LocalRounds:
-        """Make rounds with the loss as metric and, if `own`, the parameters after each step."""
+        """Make rounds whose metrics are the loss and, if `own`, the parameters after each step."""
         call, zero = self.call, self.call.without_codecs
         gradients = zero.value_and_grad(call.f, **call.options)
 
