@@ -30,7 +30,8 @@ class LoopState:
         by_lag: the arrays of the iterations under way, by lag.
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
             outputs, and for each updated leaf a list of its stacks.
-        slices: for each weight whose node slices are kept, one of them, for its codec and layout.
+        slices: for each weight whose node slices are kept, one slice, of which only the codec and
+            the layout are read.
         early: node slices made by gathers before the loop: weight, index in the stack, and data.
             They are written into the stack when the loop begins: until then the stack is read for
             slices of the previous step, so that XLA would have to copy it.
@@ -51,7 +52,8 @@ class LeafUpdate:
     """The update of one leaf on one device, layer by layer.
 
     Attributes:
-        stacks: in host memory, this device's shards of the parameter, and after it of its state.
+        stacks: this device's shards of the parameter, then those of each array of its optimizer
+            state, all in host memory.
         names: the paths of the stacks.
         reads: for each stack, whether the update reads it.
         new_layers: a function of the mean gradient of a layer and of that layer of each stack (None
@@ -66,7 +68,7 @@ class LeafUpdate:
 
 @runtime_checkable
 class Runner(Protocol):
-    """The interface of `BlockRunner` to loops, for the block around a loop and for a tick.
+    """The part of `BlockRunner` that loops use: to run the block around a loop, and its ticks.
 
     `block` imports the modules of loops, so they cannot import `BlockRunner` itself.
     """
@@ -154,7 +156,12 @@ class LoopInputs:
         return carry
 
     def _input(self, outside: Any, inside: Any) -> Any:
-        """Return an input of the program's loop; None for a weight, of which shards are read."""
+        """Return the array for an input of the program's loop; None for a weight.
+
+        Args:
+            outside: the loop's operand.
+            inside: the same input as a value of the body.
+        """
         body = self.plan.body
         if inside in body.gradients.sums and is_zero(outside, self.outer.plan.block.makers):
             return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
@@ -184,7 +191,7 @@ class LoopInputs:
 
 
 def at(stack: Any, index: Array) -> Array:
-    """Return element `index` of a stack; zeros for an empty stack, since its loop is traced too."""
+    """Return element `index` of a stack; zeros for a stack without elements."""
     if not len(stack):
         return jnp.zeros(stack.shape[1:], stack.dtype)
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)

@@ -151,6 +151,9 @@ def _held_within_limits(found: list[list[Gather]], live: Live) -> list[Gather]:
     Args:
         found: for each weight, a gather for each of its uses, in program order.
         live: counts the weights that are held; it is updated.
+
+    Returns:
+        The gathers that are left: one for each interval during which a weight is held.
     """
     # The reuse distance of DeepSpeed: how many elements of weights are used between two uses.
     used = np.zeros(len(live.elements) + 1, np.int64)  # elements used before each operation
