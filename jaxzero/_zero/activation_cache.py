@@ -124,10 +124,7 @@ class ActivationCache:
         return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
-        """Return `run` and the list of arrays in `args`.
-
-        `run(active, frozen, arrays)` calls `f` with these arrays and the other values in `args`.
-        """
+        """Return `f` as a function of `(active, frozen, arrays)`, and the arrays in `args`."""
         static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
@@ -137,10 +134,7 @@ class ActivationCache:
 
 
 class _Static(NamedTuple):
-    """The tree structure of the arguments of `f`, and those of their leaves that are not arrays.
-
-    It is hashable, so that it can be a static argument of `jax.jit`.
-    """
+    """The arguments of `f` without their arrays; hashable, as a static argument of `jax.jit`."""
 
     treedef: Any
     statics: tuple[Static | None, ...]
@@ -187,7 +181,10 @@ def _on_devices(kept: _Kept) -> jax.Array:
 
 
 def _digest(arrays: Sequence[Any]) -> bytes:
-    """Return a hash of the values of arrays; of a sharded array, of this process's shards only."""
+    """Return a hash of arrays.
+
+    Only the shards on this process's devices are read of a sharded array.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:
         if isinstance(array, jax.Array):

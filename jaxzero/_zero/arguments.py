@@ -49,13 +49,13 @@ BATCH = PartitionSpec(AXES)
 
 
 def node_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many micro-batches each node runs: `microbatches` if its share is the largest."""
+    """Return each node's micro-batches by its share; the largest share runs `microbatches`."""
     return tuple(microbatches * share // max(shares) for share in shares)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `value_and_grad`, or of `apply`, for which `has_gradients` is False."""
+    """The options given to `value_and_grad`, or (`has_gradients` False) to `apply`."""
 
     argnums: tuple[int, ...]
     has_aux: bool = False
@@ -243,7 +243,7 @@ def _fill_in_batches(
     given: list[Any],
     argnums: Sequence[int],
 ) -> None:
-    """Set `given[i]` to the `PartitionSpec`s of the batch `values[i]`, for `i` in `batches`."""
+    """Set `given[i]` to a tree of `PartitionSpec`s for each position `i` in `batches`."""
     for i in batches:
         if i in argnums or given[i] is not None:
             other = "`argnums`" if i in argnums else "`in_specs`"

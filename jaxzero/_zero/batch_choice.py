@@ -111,9 +111,9 @@ def find_batch(
 def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
     """Return whether an argument can be the batch; None if that cannot be known.
 
-    The result is False for a laid-out tree. An argument that only has the structure and shapes of a
-    laid-out tree cannot be the batch if its arrays have different numbers of rows. Otherwise the
-    result is True if its arrays are certainly not laid out, else None.
+    The result is False for a laid-out tree, and for a tree of the same structure and shapes whose
+    arrays have different numbers of rows. It is None for such a tree if it may or may not be laid
+    out.
     """
     if registry.holds_laid_out(value):
         return False

@@ -268,9 +268,9 @@ def _as_trees(
         transform: the transform of the call, which has the structures of the trees.
         values: one value for each differentiated leaf, in the order of arguments.
         as_leaf: makes a leaf of the tree from a value.
-        other: makes a value for an array that gets no gradient, for `as_leaf`. It is not called for
-            an array that its `eqx.Module` or `nnx.Module` does not train, nor for a leaf that is
-            not an array: both become None.
+        other: makes the value of an array that is not differentiated. But an array that its
+            `eqx.Module` or `nnx.Module` does not train becomes None, and so does a leaf that is not
+            an array.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}

@@ -258,10 +258,7 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """Join two traced trees to a list with one full array for each leaf of the whole tree.
-
-        A stack that is frozen in part becomes a `SplitStack` of its frozen and its active layers.
-        """
+        """Return the full arrays of the whole tree in a program; a cut stack is a `SplitStack`."""
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),
@@ -277,7 +274,7 @@ class Freezing:
         return leaves
 
     def _check(self, name: str, given: TreeLayout, known: TreeLayout) -> None:
-        """Raise `ValueError` unless `given` has the structure, shapes and codecs of `known`."""
+        """Raise `ValueError` unless `given` and `known` have equal structure, shapes and codecs."""
         if given.treedef == known.treedef and given.shapes == known.shapes:
             pairs = zip(given.leaves, known.leaves, strict=True)
             if all(x.codec == y.codec for x, y in pairs):
@@ -289,7 +286,7 @@ class Freezing:
         raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
-        """Return the full arrays of a traced tree; check that they have the shapes of `known`."""
+        """Check that a tree in a program has the `known` shapes; return its full arrays."""
         try:
             values = known.flatten_like(tree)
         except ValueError as error:

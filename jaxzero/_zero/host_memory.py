@@ -93,13 +93,10 @@ def check_host_bytes(what: str, needed: int) -> None:
 
 
 def in_parts(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Group leaves so that a device has room for a group, whose leaves one program makes.
+    """Group leaves so that one program makes each group. Return the indices of each group's leaves.
 
-    The first group has all leaves that are stored in device memory. A group of offloaded leaves,
-    which are on the device only while they are made, takes at most 1 GiB, or is one larger leaf.
-
-    Returns:
-        For each group, the indices of its leaves.
+    The first group is all leaves in device memory. Offloaded leaves are on the device while they
+    are made, so their groups are small: at most 1 GiB on a device, or a single larger leaf.
     """
     groups: list[list[int]] = [[i for i, x in enumerate(leaves) if x.memory_kind != HOST]]
     filled = math.inf

@@ -263,14 +263,9 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
-        """Make the layouts of all arrays that rounds keep, and remember them for later calls.
+        """Lay out all arrays that the rounds of these trees keep; remember and return the layouts.
 
         The layouts on one node are also registered with the `Zero` of one node, which a step uses.
-
-        Args:
-            params: the parameters.
-            layout: their layout over all nodes.
-            state_layout: the layout of the optimizer state over all nodes.
         """
         kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(layout.leaves, kinds, strict=True):
@@ -329,10 +324,7 @@ class LocalRounds:
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
-        """Build the `LocalState` whose arrays `make(arrays)` returns, as a list for each field.
-
-        Each device makes only its own shards.
-        """
+        """Run `make(arrays)`; each device makes only its own shards. Return the `LocalState`."""
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(
             lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
@@ -347,18 +339,7 @@ class LocalRounds:
     def _on_node(
         self, layouts: Layouts, noted: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
-        """Run a round on the devices of one node.
-
-        Args:
-            layouts: the layouts of the arrays that rounds keep.
-            noted: gets the tree structure of the metrics, as "metrics".
-            arrays: this node's arrays of each field of `LocalState`. Arrays that differ between
-                nodes have a leading dim of size 1.
-            batches: this node's rows of the batches of all steps.
-
-        Returns:
-            The new `arrays`, and a list of metrics `[every, 1, ...]`.
-        """
+        """Run the round of one node; store the structure of the metrics in `noted["metrics"]`."""
         # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])

@@ -37,7 +37,7 @@ RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The layouts of the arrays of one field of `LocalState`, kept from round to round.
+    """The arrays of one field of `LocalState`, which local steps keep from round to round.
 
     Attributes:
         leaves: the layout of each array on the devices of one node.
@@ -174,11 +174,7 @@ class Layouts:
         return cls(kept, inner, state, numbers, exchange)
 
     def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-        """Call `function(kept[field], values[0][field], values[1][field], ...)` for each field.
-
-        Returns:
-            The result of the call for each field.
-        """
+        """Call `function(kept[field], values[0][field], ...)` for each field; return a dict."""
         return {
             name: function(kept, *(value[name] for value in values))
             for name, kept in self.kept.items()
@@ -259,11 +255,7 @@ def _exchange(
 
 
 def _outer_leaves(outer: OuterLayout, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
-    """Return the layout of each array of the outer optimizer's state.
-
-    An array that belongs to an outer parameter has the layout of this parameter, one of `anchors`.
-    Any other array is replicated.
-    """
+    """Return the layouts of the outer optimizer's state, from those of the outer parameters."""
     structs = jax.eval_shape(
         outer.init, [jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in anchors]
     )
@@ -316,10 +308,7 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
-    """Return the arrays of `nodes` nodes that all start from one node's `arrays`.
-
-    Arrays that may differ between nodes are repeated along a new dim 0. Others are unchanged.
-    """
+    """Copy the arrays that differ between nodes `nodes` times, along a new dim 0."""
 
     def copied(kept: Kept, xs: list[Array]) -> list[Array]:
         return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs

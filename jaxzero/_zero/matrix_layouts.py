@@ -90,7 +90,7 @@ def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
 
 
 class Layouts:
-    """The values that a program has computed, each as stored, split by layer, or in both layouts.
+    """The arrays of a program's values, each in its stored layout, split by layer, or in both.
 
     A value is converted to the other layout when it is first needed there.
 
@@ -114,11 +114,7 @@ class Layouts:
         self.arrays[x] = {by_layer: array}
 
     def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """Return the array of `x` in one of its two layouts.
-
-        The array is split by layer if `by_layer` is True, and as stored if it is False. If
-        `by_layer` is None, either layout will do.
-        """
+        """Return `x` split by layer (True), as stored (False), or in either layout (None)."""
         if isinstance(x, Constant):
             return x.value
         by_form = self.arrays[x]

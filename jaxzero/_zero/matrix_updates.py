@@ -112,10 +112,10 @@ class MatrixUpdate:
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the optimizer state, the index of the parameter that it is split like.
+        """For each array of the optimizer state, the parameter whose layers split it, or None.
 
-        The parameter is a stack of matrices whose products read the array and make its new value.
-        The array is then split by layer. The entry is None if there is no such parameter.
+        An index names a stack of matrices whose products read the array and make its new value. The
+        array is then split by the layers of that stack.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))
@@ -170,7 +170,7 @@ class MatrixUpdate:
 
 
 def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
-    """Find the parameter that an array of the state belongs to: its path ends the array's path.
+    """Find the parameter whose path ends the path of an array of the state.
 
     Returns:
         The index of the parameter, and the rest of the path as the array's role; None if there is
@@ -240,7 +240,7 @@ class _Program:
         )
 
     def _is_stack(self, x: Value) -> bool:
-        """Return whether dim 0 of a value, computed from a stack, counts the stack's layers."""
+        """Return whether dim 0 of a value, which comes from a stack, is the stack's layers."""
         layers = self.params[self._values.leaf[x]].shape[0]
         return len(x.shape) > 1 and x.shape[0] == layers
 
@@ -264,11 +264,7 @@ class _Program:
 
     @functools.cached_property
     def _stacked(self) -> tuple[Block, list[MatrixStack]]:
-        """The program, rewritten so that leaves of alike layers are multiplied as one stack.
-
-        The second value lists all stacks of the program: parameters that are stacks, and stacks
-        made of separate leaves.
-        """
+        """The program, rewritten to multiply alike leaves as stacks; and all its stacks."""
         leaves = {
             role.leaf: None
             for role in self.roles.values()
@@ -280,7 +276,7 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """The branches of each `cond` on several leaves, if a branch splits arrays by layer."""
+        """The branches of each `cond` over several leaves, if a branch splits arrays by layer."""
         of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:
@@ -386,9 +382,9 @@ class _Program:
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
-    """Map each operation on stacks to `(inputs, outputs)`: whether each of them is split by layer.
+    """Return for each operation on stacks whether its inputs, and its outputs, are split by layer.
 
-    `inputs` is None if the operation reads arrays of either layout.
+    None in place of the first means that the operation reads arrays of any layout.
     """
     places: dict[Operation, tuple[bool | None, bool]] = {}
     for stack in stacks:

@@ -72,7 +72,7 @@ def warn_of_mixed_rows(
     outputs: Outputs,
     comm: CommSpec,
 ) -> None:
-    """Warn of each line that mixes rows, so that an output is not linear in a sum over rows.
+    """Warn of each line that mixes rows of the batch: outputs are not linear in a sum over rows.
 
     A function with such a line (a batch norm, a contrastive loss) gives other results on several
     devices than on one device with all rows.
@@ -181,7 +181,7 @@ def _by_line(mixings: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int
 
 
 def _rank(mixing: Mixing) -> tuple[Any, ...]:
-    """Return a sort key: by kind as in `_ORDER`, then means before sums, then by line."""
+    """Return a sort key: by kind, the most telling first; then means before sums; then by line."""
     return _ORDER.index(mixing.kind), not mixing.is_mean, mixing.source.frames, mixing.at.name
 
 
@@ -198,14 +198,7 @@ def _place(mixing: Mixing) -> tuple[tuple[str, int], str | None]:
 
 
 def _described(mixing: Mixing, rows: int, line: str, inside: str | None) -> str:
-    """Describe what is mixed, and where, such as `Mean over 64 rows of float32[64], ppo.py:41.`
-
-    Args:
-        mixing: what is described.
-        rows: the number of rows that are mixed.
-        line: the user's line.
-        inside: the line of a library that the user's line calls, or None.
-    """
+    """Describe what is mixed, and where, such as `Mean over 64 rows of float32[64], ppo.py:41.`"""
     source: Operation = mixing.source
     at = f"{line} (in {inside})" if inside else line
     values = [x for x in source.inputs if isinstance(x, Value) and x.shape]
@@ -234,14 +227,7 @@ def _capital(name: str) -> str:
 
 
 def _meaning(mixing: Mixing, rows: int, who: str, where: str) -> str:
-    """Describe what each device computes, and what one device with all rows would compute.
-
-    Args:
-        mixing: what is described.
-        rows: the number of rows of a device.
-        who: the devices, such as "Each of 8 devices".
-        where: the output that the mixed values reach, such as "the loss".
-    """
+    """Describe what each device computes, and what one device with all rows would compute."""
     one = "one device would use all rows"
     match mixing.kind:
         case "pairs":

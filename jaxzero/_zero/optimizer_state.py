@@ -71,7 +71,7 @@ def check_is_optimizer(tx: Any) -> None:
 
 
 def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
-    """Replace leaves that no optimizer updates by None; return the new tree and its layout.
+    """Replace leaves that no optimizer updates by None; return the tree and its layout.
 
     No optimizer updates a leaf that its module does not train, or that gradients overwrite.
     """

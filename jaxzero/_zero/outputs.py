@@ -220,7 +220,7 @@ def _is_value(x: Any) -> bool:
 
 
 def _proposal(leaf: Array) -> str:
-    """Suggest a reduction of an output that cannot be averaged, in words for an error message."""
+    """Return the most likely reduction of an output that has no mean, for the error message."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
         return "'first' for a random key, which is the same on every device"
@@ -355,7 +355,7 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
 
 
 def _reductions(call: Call, options: Options) -> dict[int, list[str]]:
-    """Map the position of each differentiated argument to its gradients' reductions, by array."""
+    """Return the reductions of each differentiated argument's gradients, by position."""
     arguments = {number: call.arguments[number] for number in options.argnums}
     trees = tuple(  # with a number for each leaf
         jax.tree.unflatten(x.treedef, range(len(x.statics))) for x in arguments.values()

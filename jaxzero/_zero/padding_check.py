@@ -98,9 +98,8 @@ def _is_same(
 def _num_before_overflow(updates: np.ndarray) -> int:
     """Return how many updates come before the first one whose squares may overflow in a norm.
 
-    An optimizer that scales gradients by the norm of parameters, without a learning rate, makes
-    parameters grow until their squares overflow. From there on, rounding decides whether an update
-    is a number, infinity or NaN, so updates cannot be compared.
+    Without a learning rate, an optimizer that scales gradients by the norm of parameters lets
+    parameters grow that far. Then rounding decides between a number, infinity and NaN.
     """
     if not jnp.issubdtype(updates.dtype, jnp.inexact):
         return len(updates)

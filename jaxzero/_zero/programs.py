@@ -184,18 +184,7 @@ def run_with_tangents(
 def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
-    """Run a traced program, whose tangents a rule computes.
-
-    Args:
-        tangents_of: the rule, as in `run_with_tangents`.
-        program: a program made by `_after_tokens`.
-        closed_over: the first argument of the rule, with `args`.
-        tokens: the tokens that the program starts from.
-        args: the arguments of the program.
-
-    Returns:
-        The last tokens, and the outputs of the program.
-    """
+    """Run a program of tokens and arguments, whose tangents the rule `tangents_of` computes."""
     # JAX keeps the rule and all that it closes over, so the rule must not close over arrays.
     bare = dataclasses.replace(program, constants=[])
     run, treedef = bare.run_without_refs, bare.treedef
@@ -224,7 +213,7 @@ def _differentiated_by(
 
 
 def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
-    """Run `program(*args)`, with the tangents of `exact(*args)`, which encodes no messages.
+    """Run `program(*args)`. Its tangents are those of `exact`, which encodes no messages.
 
     Raises:
         NotImplementedError: JAX differentiates with respect to what the program closes over.
@@ -244,10 +233,7 @@ def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
 
 
 def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the outputs of a function of a list of arrays, and their tangents, as `jax.jvp` does.
-
-    Where an array has no tangent, `tangents` has None or a tangent that is known to be zero.
-    """
+    """Return `jax.jvp` of a function of a list of arrays, where only some arrays have a tangent."""
     varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
 
     def of_varied(arrays: list[Any]) -> Any:

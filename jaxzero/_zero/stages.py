@@ -131,15 +131,7 @@ def _of_step(
     staged: Staged,
     result: Result,
 ) -> Result:
-    """Convert the result of a stage, for arrays of `lists`, to a result of the step, for leaves.
-
-    Args:
-        lists: the arrays that a stage computes with, and the leaves that they are made of.
-        parameters: says which leaves are differentiated.
-        differentiated: indices of the arrays that get gradients.
-        staged: the function that ran the stage.
-        result: the result of `run_on_device` on the stage.
-    """
+    """Convert the result of a stage, for its arrays, to a result of the step for all leaves."""
     others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
     made = dict(zip(differentiated, result.gradients, strict=True))
     gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
@@ -177,8 +169,8 @@ def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: 
 def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> list[Array]:
     """Return the shards of this device that a stage computes with, for each array of `lists`.
 
-    Of a stack and of a list of layers, a stage computes with its own layers. Of a leaf outside of
-    the layers, each stage stores a slice; these slices are all-gathered over the stages.
+    They are the stage's layers of each stack and list. Of a leaf outside of the layers, each stage
+    stores a slice; these slices are all-gathered over the stages.
     """
     arrays = []
     for j, (leaf, members) in enumerate(zip(lists.arrays, lists.members, strict=True)):
@@ -195,7 +187,7 @@ def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> lis
 def _updates_of_arrays(
     lists: LayerLists, updates: Mapping[int, LeafUpdate]
 ) -> dict[int, LeafUpdate]:
-    """Convert updates keyed by leaf to updates keyed by array of `lists`.
+    """Convert updates by index of the leaf to updates by index of the array in `lists`.
 
     Updates of leaves that are one layer of a list are left out.
     """
@@ -206,7 +198,7 @@ def _updates_of_arrays(
 def _of_leaves(
     lists: LayerLists, gradients: Mapping[int, Array | None], arrived: Array | None = None
 ) -> dict[int, Any]:
-    """Convert a stage's gradients, keyed by array of `lists`, to gradients keyed by leaf.
+    """Convert a stage's gradients, by array of `lists`, to gradients by index of the leaf.
 
     The gradients returned are in the layouts in which leaves are stored. Gradients of leaves
     outside of the layers are summed over stages, once `arrived` is known (see `Pipeline.run`).
@@ -231,7 +223,7 @@ def _of_all_stages(
     comm: CommSpec,
     sums: HalfSums,
 ) -> HalfSums:
-    """Convert a stage's half-batch sums of gradients, one for each array, to one for each leaf.
+    """Convert a stage's sums over half-batches, for its arrays, to the sums for all leaves.
 
     Args:
         lists: the arrays of a stage, and the leaves that they are made of.

@@ -63,8 +63,8 @@ class Derivative:
     def arguments(self) -> tuple[Call, list[list[Any]]]:
         """Return the call with two more arguments, and the arrays of all its arguments.
 
-        The first new argument has the tangents of weights, the second those of other arrays.
-        Tangents that are known to be zero are left out.
+        The first is the tangents of weights, the second the tangents of other arrays. Tangents that
+        are known to be zero are left out.
         """
         leaves, weights, specs, others = [], [], [], []
         for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
@@ -120,7 +120,7 @@ class Derivative:
         return loss, values[1], gradients, list(filter(is_varied, others))
 
     def floats(self, reductions: Sequence[str]) -> list[str]:
-        """Select the `reductions` of outputs of floats, from those of all outputs but the loss."""
+        """Select those `reductions` of outputs other than the loss whose output is of floats."""
         pairs = zip(reductions, self.traced.shapes[3], strict=True)
         return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
 

@@ -209,7 +209,7 @@ class Transform:
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
-        """Merge reduced with combined gradients, in order, and lay them out as users get them."""
+        """Merge gradients of reduced and of combined leaves, in the layout that is returned."""
         leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))
@@ -224,7 +224,7 @@ class Transform:
         return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """Merge the values of reduced and of combined leaves, in the order of `differentiated`."""
+        """Merge values for reduced and for combined leaves into the order of `differentiated`."""
         by_leaf = dict(zip(self.parameters.differentiated, reduced, strict=True))
         by_leaf |= zip(self.combined, combined, strict=True)
         return [by_leaf[i] for i in self.differentiated]
@@ -310,7 +310,7 @@ class Transform:
         return functools.partial(run_on_stage, lists=self.layers)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
-        """Return the factor that turns a device's loss into its share of the whole loss."""
+        """Return the factor from a device's loss to its share of the full batch's loss."""
         if not self._shares_loss:
             return None
         if not self.options.weighted:

@@ -185,10 +185,7 @@ class ProgramUpdates:
 
     @property
     def arguments(self) -> list[list[Array]]:
-        """The global arrays that updates read: a list of state arrays for each leaf, then scalars.
-
-        The last list has the scalars (such as a learning rate) that any of the updates reads.
-        """
+        """Global arrays for the program: the state arrays of each leaf, and last the scalars."""
         return [*(leaf.arrays[1:] for leaf in self.leaves.values()), self._scalars]
 
     @property
@@ -198,7 +195,7 @@ class ProgramUpdates:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """For each leaf that is updated, the `PartitionSpec` of its new arrays."""
+        """The `PartitionSpec` of the new arrays of each leaf."""
         return [x.update.layouts.spec(x.leaf.spec) for x in self.leaves.values()]
 
     def on_device(

@@ -165,7 +165,7 @@ def _check(
     in_one_program: bool,
     more: bool,
 ) -> None:
-    """Raise an error for wrong arguments of `verify`. `more`: `halves` or `shares` is given."""
+    """Raise errors for wrong arguments of `verify`; `more` means `halves` or `shares`."""
     if isinstance(f, LocalRounds):
         raise ValueError(
             "`verify` takes the loss and the optimizer of a round, which plain JAX can run, not a "

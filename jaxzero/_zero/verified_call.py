@@ -84,7 +84,7 @@ class VerifiedCall:
         )
 
     def _counted(self) -> Any:
-        """Return a mask of the rows that are computed; None without `shares`: then all rows are."""
+        """Return for each row whether it is computed, if `shares` leaves out some; else None."""
         options = self.transform.options
         if options.shares is None or self.rows is None:
             return None
@@ -169,10 +169,7 @@ class VerifiedCall:
         return {"wire_state": states[0] if isinstance(number, int) else states}
 
     def extras(self, outcome: Any) -> tuple[Update | None, list[Any] | None]:
-        """Return the update that a run of `step` leads to, or None without an optimizer.
-
-        The second result lists the inner products of the gradients of the half-batches; it is None
-        without the option `halves`.
+        """Return the update and the half-batch products of a run of `step`: see `Runs.extras`.
 
         Args:
             outcome: the second value that `step` returned.
@@ -182,7 +179,7 @@ class VerifiedCall:
         return self._update(zero, args, kwargs, grads), halves
 
     def _halves(self, halves: GradientHalves) -> list[Any]:
-        """Flatten `halves` to a list: three inner products, each for all leaves, and the share."""
+        """Flatten `halves` into one list: three inner products for all leaves, and the share."""
         *products, share = halves
         leaves = []
         for product in products:
@@ -219,7 +216,7 @@ class VerifiedCall:
         return zero
 
     def _arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return `(args, kwargs)`: sharded trees as given, other arguments built of `arrays`."""
+        """Return the call's arguments: sharded trees as given, other arguments made of `arrays`."""
         remaining = iter(arrays)
         parts = [[next(remaining) for _ in range(size)] for size in self.sizes]
         values = [

@@ -111,7 +111,7 @@ class VerifiedRound:
             )
 
     def _rounds(self, method: LocalSteps, own: bool = False) -> LocalRounds:
-        """Make rounds whose metrics are the loss and, if `own`, the parameters after each step."""
+        """Make rounds with the loss as metric and, if `own`, the parameters after each step."""
         call, zero = self.call, self.call.without_codecs
         gradients = zero.value_and_grad(call.f, **call.options)
 
