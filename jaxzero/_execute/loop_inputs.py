@@ -33,8 +33,8 @@ class LoopState:
         slices: for each weight whose node slices are kept, one slice, of which only the codec and
             the layout are read.
         early: node slices made by gathers before the loop: weight, index in the stack, and data.
-            They are written into the stack when the loop begins: until then the stack is read for
-            slices of the previous step, so that XLA would have to copy it.
+            They are written into the stack when the loop begins. Until then, slices of the previous
+            step are read from the stack, and XLA would copy it for an earlier write.
     """
 
     by_lag: ByLag = dataclasses.field(default_factory=dict)

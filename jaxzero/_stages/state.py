@@ -16,8 +16,8 @@ class State(NamedTuple):
 
     Attributes:
         activations: the message that came from the stage before (`LayerCut.activations`): the carry
-            of the forward loop, and stacked outputs of it that the head reads. The stacked outputs
-            have the layers of all stages.
+            of the forward loop, and the stacked outputs of this loop that the head reads, with the
+            layers of all stages.
         cotangents: the message that goes to the stage before: the carry of the backward loop, and
             the values that each of its layers reads (`LayerCut.travelling`).
         saved: an array `[slots, layers, ...]` for each output that forward saves for backward.

@@ -354,7 +354,7 @@ class Pipeline:
         return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
-        """Return the stacks that a loop scans on this stage, and which of the layers exist.
+        """Return the stacks that a loop scans on this stage, and which layers are not padding.
 
         `rows` has stacks of this stage's layers; `values` computes stacks of all layers.
         """
