@@ -123,10 +123,7 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """Run `tx.update`; return the arrays of its results (updates and new state) as a list.
-
-        `flat` are the flattened trees of its arguments. `arrays` replace the arrays in these trees.
-        """
+        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its arrays."""
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])

@@ -234,7 +234,7 @@ def _proposal(leaf: Array) -> str:
 def flat_reductions(
     argument: str, reduce: Any, known: Sequence[str] = REDUCTIONS
 ) -> tuple[tuple[str, ...], Any] | None:
-    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable; keep None.
+    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable.
 
     Raises:
         ValueError: a name is not in `known`.

@@ -157,7 +157,7 @@ class ValueAndUpdate:
     def _with_offload(
         self, arrays: list[list[Array]], params: Any, opt_state: Any
     ) -> tuple[Any, Any, Any]:
-        """Run a step with arrays in host memory; return the same as `run`."""
+        """Run the step if some of its arrays are in host memory."""
         layouts, tx = self._layouts, self._tx
         mesh, axes = layouts.mesh, layouts.state_axes
         trained, layout = trained_part(params, self._tree_layouts[0])
