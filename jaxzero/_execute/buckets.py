@@ -131,7 +131,7 @@ def gather_next_axis(
 
 
 def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBucket]:
-    """Pass the data of buckets through the barrier `bind`."""
+    """Return buckets whose data have passed the barrier `bind`, and so wait for its value."""
     data = bind([x.data for x in buckets])
     return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
 

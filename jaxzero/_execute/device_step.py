@@ -276,12 +276,12 @@ def _share(
     shapes: Any,
     parameters: Parameters,
 ) -> tuple[Array | float | None, frozenset[int]]:
-    """Find the factor of the loss or gradients, and the gradients that do not depend on the loss.
+    """Find the factor that `flat` multiplies by, and the gradients that do not depend on the loss.
 
     Returns:
-        The factor of the loss, rounded to its dtype, or of the gradients; and the indices of the
-        targets whose gradients are not derivatives, because a `custom_vjp` returns values in their
-        place.
+        `share_of_loss`, rounded to the dtype of the loss, or `share_of_gradients` if the former is
+        None; and the indices of the targets whose gradients are not derivatives, because a
+        `custom_vjp` returns values in their place.
     """
     if share_of_loss is None:
         return share_of_gradients, frozenset()
@@ -291,8 +291,8 @@ def _share(
     outputs = block.outputs[first : first + len(parameters.differentiated)]
     weights = [parameters.weight_of[i] for i in parameters.differentiated]
     pairs = zip(weights, outputs, strict=True)
-    # A gradient that is a value in one part, and a derivative in that of the twin, is their sum,
-    # which depends on the loss: that rows move changes nothing about it.
+    # The gradient of a weight with a twin is the sum of two outputs. If one of the two depends on
+    # the loss, the sum does too, as it would if the rows of the table were not sent.
     derived = {i for i, x in pairs if not (isinstance(x, Constant) or x in values)}
     not_derived = frozenset(k for k, i in enumerate(weights) if i not in derived)
     dtype = shapes[0].dtype

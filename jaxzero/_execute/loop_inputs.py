@@ -33,8 +33,8 @@ class LoopState:
         slices: for each weight whose node slices are kept, one slice, of which only the codec and
             the layout are read.
         early: node slices made by gathers before the loop: weight, index in the stack, and data.
-            They are written into the stack when the loop begins: until then the stack is read for
-            slices of the previous step, so that XLA would have to copy it.
+            They are written into the stack when the loop begins. Until then, slices of the previous
+            step are read from the stack, and XLA would copy it for an earlier write.
     """
 
     by_lag: ByLag = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class LeafUpdate:
 
 @runtime_checkable
 class Runner(Protocol):
-    """The part of `BlockRunner` that loops use: to run the block around a loop, and its ticks.
+    """The part of `BlockRunner` that the modules of loops use, for a block around a loop or a tick.
 
     `block` imports the modules of loops, so they cannot import `BlockRunner` itself.
     """
@@ -170,9 +170,10 @@ class LoopInputs:
     def layer_index(self, iteration: Any) -> Array:
         """Return the index in the stacks of an iteration, which may lie outside of the loop.
 
-        Before the start it is the index of the first iteration. Past the end it is the index of the
-        last iteration. If the backward loop goes on with this loop's gathers, it is instead the
-        index of the iteration that the backward loop runs first, second and so on.
+        Before the start, return the index of the first iteration. Past the end, return the index of
+        the last iteration. But if the backward loop goes on with this loop's gathers, the first
+        iteration past the end stands for the first iteration of the backward loop, the second for
+        its second, and so on: then return the index of that iteration.
         """
         length, iteration = self.loop.length, jnp.asarray(iteration)
         after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1

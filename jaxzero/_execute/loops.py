@@ -100,11 +100,12 @@ class LoopRun(LoopInputs):
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:
-        """Return whether the loop carries a stack and writes to it; else `lax.scan` stacks outputs.
+        """Return whether the loop carries the stack of `key`, and writes each element into it.
 
-        A stack is carried if it is filled after the iteration's own tick, if the loop reads it or
-        adds to it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed
-        loop in the wrong order.
+        Otherwise `lax.scan` stacks the elements, as outputs of the ticks. A stack is carried in
+        these cases: an element is made after its iteration's own tick; the loop reads the stack or
+        adds to it; the ticks run as several loops; or the stack lies in host memory, where JAX 0.10
+        writes the outputs of a reversed loop in the wrong order.
         """
         kind, i = key
         if kind == "slices":

@@ -177,7 +177,7 @@ def note_exchanges(block: Block) -> None:
 
 
 def _note(collective: str, fulls: Sequence[Array | None]) -> None:
-    """Record the collective that the compiler adds for each array; None stands for no array."""
+    """Record that the compiler adds `collective` over `tokens` for each array, except for None."""
     for i, x in enumerate(fulls):
         if x is not None:
             with picked([i]):

@@ -232,7 +232,7 @@ def find_reduce_groups(
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
 
     def made(value: Value) -> int:
-        """Return the index of the operation that makes a value, or what the value is a view of."""
+        """Return the index of the operation that makes `value` or what `value` is a view of."""
         at = makers.get(value, -1)
         operation = block.operations[at] if at >= 0 else None
         is_view = operation and operation.view() is not None and operation.source in makers

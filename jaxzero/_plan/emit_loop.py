@@ -225,7 +225,8 @@ class _LoopEmitter:
     def _writes_after(self) -> Value | None:
         """The value that the last tick's copies to host memory wait for; None: for nothing.
 
-        The value exists after 5/6 of the body's work. After 3/4, earlier copies would have to end
-        sooner: the step would wait 1.1 ms longer (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
+        The value exists after 5/6 of the body's work. If these copies began after 3/4 of it, the
+        copies before them would have to end sooner, and the step would wait 1.1 ms longer
+        (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
         """
         return known_after(self.plan.body, 5 / 6) if self.copies_wait else None

@@ -69,7 +69,7 @@ class Live:
         self.num_bytes[start:stop] += gather.num_bytes
 
     def has_room(self, gathers: Sequence[Gather], start: int, stop: int) -> bool:
-        """Return whether the limits allow more weights at operations `start` to `stop - 1`."""
+        """Return whether the limits also allow `gathers` at operations `start` to `stop - 1`."""
         elements, num_bytes = sum(x.size for x in gathers), sum(x.num_bytes for x in gathers)
         most, budget = self.schedule.max_live_parameters, self.schedule.live_bytes
         if start >= stop:

@@ -99,7 +99,7 @@ def _may_run_apart(operation: Loop, loop: LoopPlan) -> bool:
 def _copies(operation: Loop, loop: LoopPlan) -> bool:
     """Return whether a loop copies from or to host memory.
 
-    The ends of such loops are not cut off, since the gain is not measured.
+    If a loop does, its ends are not cut off, since the gain is not measured.
     """
     in_host = operation.uses_host_memory or loop.window > 0
     return in_host or bool(loop.host_gradients or loop.updates)

@@ -86,7 +86,7 @@ def output(number: int) -> Key:
 
 
 def state(number: int) -> Key:
-    """Return the key of the layer of leaf and optimizer state that an update reads.
+    """Return the key of what an update reads: a layer of a leaf and of its optimizer state.
 
     `number` is the index of the output that is the leaf's gradient.
     """

@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def described_combined(self) -> tuple[str, ...]:
-        """A line for each kind of reduction at the end, with the leaves of the gradients in it."""
+        """For gradients combined at the end of the step: a line for each reduction, with leaves."""
         leaves: dict[str, list[str]] = {}
         for path, how in self.combined:
             leaves.setdefault(how, []).append(path)

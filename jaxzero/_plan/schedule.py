@@ -201,7 +201,7 @@ def _with_prologues(
     ties: list[Value | None],
     prefetch: int,
 ) -> dict[int, LoopPlan]:
-    """Return the plans of loops, with the places where gathers of their first layers are sent."""
+    """Return the plans of loops, which say where the gathers of their first layers are sent."""
     placed = {}
     for index, loop in loops.items():
         # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
@@ -318,8 +318,9 @@ def _issues(
 def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
     """Move gathers of a group that would be sent where a layer begins. See [Note: peaks].
 
-    There they would delay the first reduction of the previous layer's gradients, so they are sent
-    after that. The gather over the last axis is sent after the layer's peak, if there is one.
+    At that place, gathers would delay the first reduction of the previous layer's gradients, so
+    they are sent after this reduction. The gather over the last axis is sent after the layer's
+    peak, if there is one.
 
     Args:
         issues: for each axis, the operation before which the group would be sent.

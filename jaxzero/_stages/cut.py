@@ -200,7 +200,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
 
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
-    """Return how each stack is computed that is made layer by layer from an input in `stacks`."""
+    """Find all stacks made layer by layer from inputs in `stacks`; return how, by stack."""
     views = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:
         if isinstance(operation, Barrier):
@@ -213,9 +213,9 @@ def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
 
 
 def _of_layer(operation: Operation) -> movable_ops.Op | None:
-    """Return what `operation`, on a stack of layers, does to each layer, as an operation on one.
+    """Convert an operation on a stack of layers to the same operation on one layer.
 
-    None: the operation mixes layers, or does more than move, scale or round.
+    Return None if the operation mixes layers, or does more than move, scale or round.
     """
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
@@ -309,7 +309,8 @@ def _check_loops(forward: Loop, backward: Loop | None) -> None:
 def _check_exchanges(block: Block, *loops: Loop | None) -> None:
     """Raise `NotImplementedError` for a `ppermute` outside of the layer loops `loops`.
 
-    XLA lets the devices of all stages wait for each other in it, but one stage alone would run it.
+    XLA makes the devices of all stages wait for each other in a `ppermute`. Outside of the layer
+    loops only one stage would run it, so that stage would wait forever.
     """
     for operation in block.operations:
         if operation not in loops and any(name == "ppermute" for name, _ in exchanges(operation)):

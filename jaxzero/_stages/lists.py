@@ -155,7 +155,7 @@ class LayerLists:
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
 
     def apart_of(self, leaves: Iterable[int]) -> list[int]:
-        """Return the indices of the arrays that are the given leaves, of which none is in a list.
+        """Return, for each of some leaves outside of lists, the index of the array that it is.
 
         Raises:
             NotImplementedError: a leaf is in a list.
@@ -169,9 +169,9 @@ class LayerLists:
         return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return an array for each leaf, in order: take the stacks of lists apart.
+        """Convert one value for each array to one for each leaf, in the order of leaves.
 
-        The arrays are not padded.
+        The stacks of lists are split into their layers. `arrays` have no padding layers.
         """
         leaves: dict[int, Any] = {}
         for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):

@@ -138,8 +138,8 @@ class Pipeline:
     ) -> tuple[State, list[Any]]:
         """Run ticks of the same `parts` (see `_tick`) in a loop; return state and sums after it.
 
-        `sums` are the sums of gradients so far, in the order of `_no_sums`. The loop carries only
-        the sums that it adds to, which the plan of reductions would not recognize otherwise.
+        `sums` are the sums of gradients so far, in the order of `_no_sums`. The loop carries a
+        sum only if it adds to it: otherwise the plan of reductions would not recognize the sum.
         """
         if not ticks:
             return state, [*sums]
@@ -189,7 +189,7 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run the parts of tick `number` whose flags are true; `receive`: first pass cotangents on.
+        """Run the parts of tick `number` whose flags are true; `receive`: first send cotangents on.
 
         Returns:
             The state after the tick, and a list of terms to add to each sum of `_no_sums`.
@@ -354,7 +354,7 @@ class Pipeline:
         return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
-        """Return the stacks that a loop scans on this stage, and which of the layers exist.
+        """Return the stacks that a loop scans on this stage, and which layers are not padding.
 
         `rows` has stacks of this stage's layers; `values` computes stacks of all layers.
         """
