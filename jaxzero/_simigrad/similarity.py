@@ -1,4 +1,4 @@
-"""Similarity of the gradients of two half-batches, and the gradient noise scale.
+"""Measure the similarity of the gradients of two half-batches, and the gradient noise scale.
 
 A batch of weight W (examples, tokens, micro-batches) is divided into halves of weights w1 and w2
 with mean gradients g1 and g2. If one unit of weight has the gradient G and a covariance of
@@ -43,7 +43,7 @@ class Products(NamedTuple):
     cross: Float32[Array, ""]  # g1.g2
 
     def cosine(self) -> Float32[Array, ""]:
-        """Cosine between g1 and g2, in [-1, 1]; NaN if one is zero or a product is not finite."""
+        """Return the cosine of g1 and g2, in [-1, 1]; NaN if one is 0 or a product is not finite."""
         cosine = self.cross / (jnp.sqrt(self.first) * jnp.sqrt(self.second))
         return jnp.clip(jnp.where(jnp.isfinite(cosine), cosine, jnp.nan), -1.0, 1.0)
 
@@ -73,9 +73,9 @@ class GradientHalves(NamedTuple):
 
 
 class CodecNoise(NamedTuple):
-    """The expected square of what codecs change of the gradient of one micro-batch.
+    """The expected squared norm of the error that codecs add to the gradient of one micro-batch.
 
-    It is `of_noise * T + of_signal * |G|^2`, where G is the expectation of this gradient and T the
+    It is `of_noise * T + of_signal * |G|^2`, where G is the expectation of the gradient and T the
     trace of its covariance.
     """
 
@@ -100,9 +100,10 @@ class Moments(NamedTuple):
 
 
 def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Array], ...]:
-    """Compute the inner products of each leaf, from the means of the batch and its first half.
+    """Compute the inner products of the two halves' mean gradients, for each leaf.
 
-    The mean of the second half is derived from these two. Leaves may be sharded: each product is
+    `mean` is the mean gradient of the batch, and `first_mean` that of its first half. The mean of
+    the second half is derived from these two. Leaves may be sharded: each product is
     a sum over shards, so only scalars are communicated.
 
     Returns:
@@ -199,7 +200,7 @@ def noise_scale(moments: Moments) -> Float32[Array, ""]:
 
 
 def noise_scale_error(moments: Moments) -> Float32[Array, ""]:
-    """The standard error of `noise_scale`; NaN with fewer than two measurements."""
+    """Return the standard error of `noise_scale`; NaN with fewer than two measurements."""
     scale = noise_scale(moments)
     squares = moments.noise_squares - 2 * scale * moments.cross + scale**2 * moments.signal_squares
     mean_square = jnp.maximum(squares, 0.0) / moments.weight

@@ -142,14 +142,17 @@ class Slots:
         """Point to one layer of a cache.
 
         Args:
-            layers: `layers` of a `Cache`.
+            layers: `layers` of a `Cache`: a tuple of `LayerCache`s, or a stack of them.
             number: index of the layer: an `int` for a tuple of layers, an array for a stack.
             start: first column that is written.
         """
         self.layers, self.number, self.start = layers, number, start
 
     def write(self, *new: Float[Array, "b t g _"]) -> tuple[Float[Array, "b s g _"], ...]:
-        """Store the new keys and, if the cache has them, values; return those of all columns."""
+        """Store the keys of new tokens, and values if the cache has them.
+
+        Returns the keys, and the values, of all columns of the cache.
+        """
         stack = isinstance(self.layers, LayerCache)
         held: tuple[Any, ...] = self.layers if stack else self.layers[self.number]
         # Latent attention has no values: neither here nor in the cache.

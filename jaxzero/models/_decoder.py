@@ -218,9 +218,7 @@ class Decoder(nnx.Module):
         """Compute the normalized vectors after the last layer.
 
         Returns:
-            The vectors; the cache with the new tokens, if one was given, else None; and the balance
-            with that of all layers, if one was given, else None.
-        """
+    XX        """
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
         mask = mask if segments is None else segments != 0

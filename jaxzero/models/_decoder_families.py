@@ -1,6 +1,7 @@
 """The tables of the families of decoders: families with RMSNorm, and families with LayerNorm.
 
-`defaults` are those of the family's config class in transformers, for keys that a file leaves out.
+The `defaults` of a `Family`, for keys that a file leaves out, are those of the family's config
+class in transformers.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}
 
 
 def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
-    """Return no fields, for a family in which none must be computed."""
+    """Return no fields: `ConfigTable.more` of a family that computes no further fields."""
     return {}
 
 

@@ -28,7 +28,7 @@ Decode = Callable[[Cache, Any, Any], tuple[Any, Cache]]  # as `Decoder.decode`
 
 
 class Generation(NamedTuple):
-    """The state of a generation between calls of `continue_generation`: a pytree of arrays."""
+    """The state of a generation between two calls of `continue_generation`: a pytree of arrays."""
 
     tokens: Int32[Array, "b n"]  # `pad_token` behind the end of a row
     lengths: Int32[Array, "b"]  # new tokens of each row, with the stop token

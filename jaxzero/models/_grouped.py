@@ -41,13 +41,13 @@ def apply_by_group(
 ) -> Shaped[Array, "m o"]:
     """Apply `function` to each expert's parameters and rows, and multiply by the rows' weights.
 
-    It can be the `compute` of `jz.exchange_tokens`. Unlike `jax.lax.ragged_dot` on GPUs and CPUs it
-    does no arithmetic for experts that a row did not choose.
+    `jz.exchange_tokens` can take this function as `compute`. Unlike `jax.lax.ragged_dot` on GPUs and
+    CPUs, it does no arithmetic for experts that a row did not choose.
 
     Args:
-        function: takes the parameters of one expert and rows `[r, d]`, each of which it computes
-            by itself; returns `[r, o]`. It is differentiated with respect to both, and must not
-            close over traced arrays.
+        function: takes the parameters of one expert and rows `[r, d]`; returns `[r, o]`, where each
+            row depends on its own input row only. It is differentiated with respect to parameters
+            and rows, and must not close over traced arrays.
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
         group_sizes: `[g]`, the number of rows of each group, int32.
