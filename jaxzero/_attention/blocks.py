@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of each part, their marks, and limits of the keys they see, as traced arrays."""
+    """The queries of each part, with their marks, and traced limits of the keys that they see."""
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
@@ -155,7 +155,7 @@ attend_in_blocks.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries and a block of keys: where they start in each part, and their sizes."""
+    """A pair of a block of queries and a block of keys: their starts in each part, and sizes."""
 
     query_start: Array
     key_start: Array

@@ -36,7 +36,7 @@ STATE, EXTRA = "state", "extra"
 
 
 class Content(NamedTuple):
-    """The content of a checkpoint to save; only the arrays are on devices."""
+    """The content of a checkpoint to save: arrays on devices, and two JSON values."""
 
     arrays: Mapping[str, Any]  # by path, without padding
     extra: str  # JSON

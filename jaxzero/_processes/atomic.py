@@ -203,7 +203,8 @@ def _write_probe(path: Path, process: int) -> None:
 def _check_probe(path: Path) -> None:
     """Raise unless a file has kept the byte that each process wrote to it.
 
-    Mounts of object stores write a whole file when it is closed, and keep that of one process.
+    A mounted object store writes a whole file when a process closes it. Then the file holds what
+    one process wrote, and the bytes of other processes are lost.
     """
     content = path.read_bytes()
     if content != b"x" * process_count():

@@ -1,4 +1,4 @@
-"""The data of a report: the layout of each leaf, the traffic and the plan of a step.
+"""Hold the data of a report: the layout of each leaf, the traffic and the plan of a step.
 
 Traffic is the number and bytes of the collectives of one optimizer step, for each axis and purpose,
 and the bytes that one device copies from and to host memory.

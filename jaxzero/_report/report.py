@@ -185,7 +185,7 @@ def summary_lines(report: ReportData, details: Sequence[str]) -> tuple[str, ...]
 
 
 def _fitting(label: str, *texts: str) -> str:
-    """Return the line of a label and the first of `texts` that fits; the last one always fits."""
+    """Return a line: `label`, and the first of `texts` with which it fits, else the last one."""
     lines = [f"{label:<12}  {text}" for text in texts]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])
 
@@ -208,7 +208,7 @@ def _held(report: ReportData) -> list[str]:
 
 
 def _without_unit(size: str, total: str) -> str:
-    """Return `size` without its unit if `total` has the same one: "1.50" of "6.00 GiB"."""
+    """Return `size` without its unit if `total` has the same unit, as in "1.50 of 6.00 GiB"."""
     number, unit = size.split(" ")
     return number if total.endswith(f" {unit}") else size
 
@@ -234,7 +234,10 @@ def _sent(traffic: Traffic | None) -> list[str]:
 
 
 def _whole(report: ReportData) -> list[str]:
-    """Return texts, longest first, on full weights: peak, largest bucket, leaves stored whole."""
+    """Return texts on the weights that a device holds in full, the longest text first.
+
+    They give the peak of bytes, the largest bucket, and the leaves that are not split.
+    """
     kept = [row for row in report.rows if row.kind == "parameters" and row.dim is None]
     kept_text = f"{readable_bytes(sum(row.device_bytes for row in kept))} always"
     kept_text = f"{kept_text} ({len(kept)} {'leaf' if len(kept) == 1 else 'leaves'})"

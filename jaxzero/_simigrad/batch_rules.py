@@ -3,9 +3,9 @@
 `WalkRule` is the rule of the SimiGrad paper: the batch grows by a tenth if the similarity is below
 the target, and shrinks by a tenth if it is above.
 
-`JumpRule` uses phi = 1 / (1 + 2N/B), where phi is the similarity of the halves of a batch of size B,
-and N the gradient noise scale (see `similarity`). It estimates N from the last batch, and chooses
-the size B* whose similarity is the target phi*:
+`JumpRule` uses phi = 1 / (1 + 2N/B), where phi is the similarity of the halves of a batch of size
+B, and N the gradient noise scale (see `similarity`). It estimates N from measured similarities, and
+chooses the size B* whose similarity is the target phi*:
 
     B* = 2 N phi* / (1 - phi*),    N = (B/2) (1 - phi) / phi.
 
@@ -38,7 +38,7 @@ class BatchRule(Protocol):
     """
 
     def init(self) -> Any:
-        """Return the rule's memory before the first measurement: a tree of scalars, by default empty.
+        """Return the rule's memory before the first measurement: a tree of scalars, or ().
 
         The memory is part of the optimizer state, which is saved in checkpoints. It must be
         scalars, which are replicated, because arrays of optimizer state are split over devices.

@@ -43,7 +43,7 @@ class Products(NamedTuple):
     cross: Float32[Array, ""]  # g1.g2
 
     def cosine(self) -> Float32[Array, ""]:
-        """Return the cosine of g1 and g2, in [-1, 1]; NaN if one is 0 or a product is not finite."""
+        """Return the cosine of g1 and g2; NaN if one of them is 0 or a product is not finite."""
         cosine = self.cross / (jnp.sqrt(self.first) * jnp.sqrt(self.second))
         return jnp.clip(jnp.where(jnp.isfinite(cosine), cosine, jnp.nan), -1.0, 1.0)
 

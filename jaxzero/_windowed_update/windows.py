@@ -238,9 +238,8 @@ class Turn(NamedTuple):
     Attributes:
         arrays: the leaf's arrays, with the windows that have been written so far.
         result: the result of the windows visited so far.
-        window: the window to visit, of each array that is fetched.
-        late: of the array that is written late, the new window before this one; None: there is
-            none.
+        window: the window to visit of each fetched array, in device memory.
+        late: the new window that the array `LeafSweep.late` still waits for; None: no window.
     """
 
     arrays: list[Array]

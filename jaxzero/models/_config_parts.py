@@ -1,13 +1,10 @@
 """Read the structured parts of a decoder's `config.json`: heads, windows, rotation and experts.
 
-The tables of families (`_decoder_families`) name these functions. All take the content of the file.
-Functions for heads also take `sizes`, which maps our names of sizes to keys of the file, and return
-fields of `DecoderConfig`. Functions for windows return the indices of the layers with a sliding
-window.
-
-Files that transformers 4 and 5 write differ, and both are read. Version 4 has `rope_theta` beside
-`rope_scaling`. Version 5 has both in `rope_parameters`, once for each kind of layer if kinds rotate
-differently. Version 4 writes `num_experts`, and version 5 `num_local_experts`.
+The tables of families (`_decoder_families`) name these functions. Functions for heads take `sizes`,
+which maps our names of sizes to keys of the file, and return fields of `DecoderConfig`. Functions
+for windows return the indices of the layers with a sliding window. Files of transformers 4 and of
+5 are read. 4 has `rope_theta` beside `rope_scaling`; 5 has both in `rope_parameters`, once for each
+kind of layer if kinds rotate differently. 4 writes `num_experts`, and 5 `num_local_experts`.
 """
 
 import dataclasses
@@ -159,8 +156,7 @@ def read_rope(
         content: the file, with a default of `base_key`.
         head_size: size of a head, of which all or a part is rotated.
         base_key: key under which transformers 4 wrote the base of the frequencies.
-        sliding_base_key: key of transformers 4 for the base in layers with a window; None if all
-            layers have one base.
+        sliding_base_key: key of transformers 4 for the base in layers with a window, if it differs.
         part_key: key of transformers 4 for the rotated fraction of a head; None: all is rotated.
     """
     scaling, given = content.section("rope_scaling"), content.section("rope_parameters")
@@ -361,10 +357,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Return the config of experts in groups; None if no layer has experts.
-
-    The first `first_k_dense_replace` layers have none.
-    """
+    """Return the config of grouped experts in layers from `first_k_dense_replace` on, or None."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:

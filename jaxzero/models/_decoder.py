@@ -217,8 +217,12 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Any, Any]:
         """Compute the normalized vectors after the last layer.
 
+        Arguments without a docstring here are those of `__call__` and `extend`.
+
         Returns:
-    XX        """
+            The vectors; the cache with the new tokens, or None if `cache` is None; and `balance`
+            with the measurements of all layers filled in, or None if `balance` is None.
+        """
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)
         mask = mask if segments is None else segments != 0

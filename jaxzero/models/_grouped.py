@@ -41,8 +41,8 @@ def apply_by_group(
 ) -> Shaped[Array, "m o"]:
     """Apply `function` to each expert's parameters and rows, and multiply by the rows' weights.
 
-    `jz.exchange_tokens` can take this function as `compute`. Unlike `jax.lax.ragged_dot` on GPUs and
-    CPUs, it does no arithmetic for experts that a row did not choose.
+    `jz.exchange_tokens` can take this function as `compute`. On GPUs and CPUs, unlike
+    `jax.lax.ragged_dot`, it does no arithmetic for experts that a row did not choose.
 
     Args:
         function: takes the parameters of one expert and rows `[r, d]`; returns `[r, o]`, where each
