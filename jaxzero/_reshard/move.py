@@ -1,9 +1,9 @@
 """Move an array from one split over devices to another, by a sequence of collectives (`Move`).
 
-Each dim of the array is a product of factors and a rest (see `steps`). A device's shard is a grid of
-pieces, with a dim for each factor. A piece is a row of numbers or, with a codec, a message, and
-collectives move whole pieces. So a piece is encoded once, by the device that has it before the move,
-and decoded once, on each device that keeps it.
+Each dim of the array is a product of factors and a rest (see `steps`). A device's shard is a grid
+of pieces, with a dim for each factor. A piece is a row of numbers or, with a codec, a message, and
+collectives move whole pieces. So a piece is encoded once, by the device that has it before the
+move, and decoded once, on each device that keeps it.
 
 [Note: windows] Some old and new splits do not fit each other: if the array is padded on a dim that
 the new split divides; if the devices of the new mesh are in an order that is no reshaped form of
@@ -12,9 +12,9 @@ of rows, in full, and each keeps the rows that are in its part of the result. A 
 once, and is then sent to each of the node's devices. A device holds its part of the result and one
 window.
 
-Legend: f, g dims of the grid before and after a step, one for each factor, of size 1 if the factor is
-split; m, n numbers of a piece, or bytes of its message; K devices of a collective; k shards, h rows
-of each shard in a window.
+Legend: f, g dims of the grid before and after a step, one for each factor, of size 1 if the factor
+is split; m, n numbers of a piece, or bytes of its message; K devices of a collective; k shards, h
+rows of each shard in a window.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Move:
 
     @property
     def _factors_first(self) -> list[int]:
-        """The permutation of the flattened dims of `_cut` that puts all factors before all rests."""
+        """The permutation of the dims of `_cut`, in one list, that puts all factors before all rests."""
         num_of_dims = [len(factors) + 1 for factors in self.route.factors]
         rests = [end - 1 for end in itertools.accumulate(num_of_dims)]
         return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]

@@ -211,7 +211,7 @@ def _by_windows(
 
 
 def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
-    """Return `index`, the slices of a device's part; JAX types it as optional, but it is not None."""
+    """Return `index`, the slices of a device's part, which JAX types as optional."""
     assert index is not None
     return index
 

@@ -54,7 +54,7 @@ class MoveStep:
     after: tuple[Place, ...]
 
     def held_after(self, held: int, mesh: Mesh) -> int:
-        """Return the bytes of an array on one device after the step, given the bytes `held` before."""
+        """Return the bytes that a device holds after the step, given the bytes `held` before."""
         num = math.prod(mesh.shape[digit] for digit in self.digits)
         return {"slice": held // num, "gather": held * num}.get(self.kind, held)
 
