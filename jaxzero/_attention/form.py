@@ -90,17 +90,20 @@ def pairs_of_blocks(
 
 
 def some_seen(form: Form, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
-    """Return whether some query in a range may see some key in another range, by distance.
+    """Return whether `form.before` and `form.after` let some query of a range see some key of one.
 
     Args:
         form: which keys are seen.
         queries: the positions of the first and the last query, as numbers or arrays.
-        keys: the positions of the first and the last key.
+        keys: the positions of the first and the last key, as numbers or arrays.
+
+    Returns:
+        A bool for numbers, and a boolean array for arrays.
     """
     seen = True if form.after is None else keys[0] <= queries[1] + form.after
     return seen if form.before is None else seen & (keys[1] >= queries[0] - form.before)
 
 
 def default_scale(size: int) -> float:
-    """Return the default factor of logits, for queries of `size` numbers."""
+    """Return the default factor of logits, `size ** -0.5`, for queries of `size` numbers."""
     return 1 / math.sqrt(size)

@@ -67,7 +67,7 @@ def read_extra(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, named: Mapping[str, Named]) -> None:
-    """Raise unless all files are regular, and no larger than files of the leaves `named` can be."""
+    """Raise unless all files are regular, and small enough to hold only the leaves `named`."""
     leaves = [entry.leaf for entry in named.values()]
     num_bytes = sum(MAX_ITEM_BYTES * math.prod(leaf.shape) for leaf in leaves)
     bound, total = max_bytes_of(num_bytes, len(leaves)), 0

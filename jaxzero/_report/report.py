@@ -67,11 +67,12 @@ class Report(ReportData):
         Config and optimizer stay the same. The model of the report is taken apart into layers,
         which are repeated, and the rest (embeddings, a head). With `n` layers, one device needs
 
-            rest + n * layer + step <= device_bytes, host rest + n * host layer <= host_bytes
+            rest + n * layer + step  <=  device_bytes     in device memory
+            rest + n * layer         <=  host_bytes       in host memory
 
         `rest` and `layer` are the bytes of parameters, gradients and optimizer state together, with
         padding, since a device holds all three between gradient and update. Offloaded leaves count
-        on the host; those that a step copies in full also count on the device. Node slices (hpZ)
+        on the host; leaves that a step copies in full also count on the device. Node slices (hpZ)
         count in proportion to the parameters. `step` is `activation_bytes` plus the most bytes that
         full weights, unreduced gradients and shards copied ahead take at one time, which do not
         depend on `n`.

@@ -195,7 +195,7 @@ class Move:
 
     @property
     def _factors_first(self) -> list[int]:
-        """The permutation of the dims of `_cut`, in one list, that puts all factors before all rests."""
+        """The permutation of all dims of `_cut` that puts all factors before all rests."""
         num_of_dims = [len(factors) + 1 for factors in self.route.factors]
         rests = [end - 1 for end in itertools.accumulate(num_of_dims)]
         return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]

@@ -62,8 +62,8 @@ class Halves(NamedTuple):
 class GradientHalves(NamedTuple):
     """Inner products of the halves of one micro-batch, from `Zero.value_and_grad(halves=True)`.
 
-    Trees are like the gradients, with a float32 scalar for each leaf; leaves without a gradient
-    have 0.
+    `first`, `second` and `cross` are trees like the gradients, with a float32 scalar for each leaf;
+    it is 0 for a leaf without a gradient.
     """
 
     first: Any  # |g1|^2 of the mean over the first half

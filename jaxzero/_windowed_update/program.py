@@ -156,7 +156,9 @@ def trace_update(
 
 
 def _arrays_like(layout: TreeLayout, tree: Any, what: str) -> list[Any]:
-    """Return the arrays of a new tree, in the order of the arrays of the old tree.
+    """Return the arrays of `tree`, in the order of the arrays of `layout`.
+
+    `what` names the tree in errors.
 
     Raises:
         ValueError: the new tree has another structure, or arrays of other shapes.

@@ -57,7 +57,7 @@ class Windows:
 
     @classmethod
     def of(cls, arrays: Sequence[Array], window_bytes: int) -> Windows:
-        """Cut arrays of equal shapes, so that a window of all has `window_bytes` if possible.
+        """Cut arrays of equal shapes, so that one window of each takes about `window_bytes` in sum.
 
         If no array is in host memory, there is one window.
         """
@@ -145,7 +145,7 @@ class Windows:
 
 
 def _even_size(length: int, limit: int) -> int:
-    """Return the largest divisor of `length` up to `limit`; if it is small, a size near `limit`."""
+    """Return a window size up to `limit`: a divisor of `length`, if one is over half of `limit`."""
     num = max(1, math.ceil(length / max(1, limit)))
     for even in range(num, 2 * num):
         if length % even == 0:

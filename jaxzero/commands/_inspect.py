@@ -81,7 +81,10 @@ def inspect(settings: Inspect, console: Console) -> None:
 
 
 def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:
-    """Make a row for each tensor; unless `every`, for each group whose names differ in a number."""
+    """Make a row for each tensor, or for each group of tensors whose names differ in a number.
+
+    `every` asks for a row for each tensor.
+    """
     rows: dict[tuple, _Row] = {}
     for name, tensor in named:
         pattern = name if every else _NUMBER.sub("*", name)

@@ -48,8 +48,8 @@ class Slot:
 def slots(nodes: list[int], procs_per_node: int, devices_per_proc: int | None) -> list[Slot]:
     """Assign ranks and devices to the processes on `nodes`.
 
-    Nodes are renumbered from 0, but keep the devices of their original numbers, which are in
-    `nodes`. Without `devices_per_proc` a process gets one device, as under SLURM and MPI; a single
+    `nodes` are the original numbers of nodes. Their processes keep the devices of these numbers,
+    while `Slot.node` counts from 0. Without `devices_per_proc` a process gets one device, as under SLURM and MPI; a single
     process gets all devices.
     """
     alone = devices_per_proc is None and len(nodes) == procs_per_node == 1

@@ -296,10 +296,10 @@ def _seen(
 
 
 def _keys_of_queries(mask_bs: Array, *, of_heads: bool = False) -> Bool[Array, "..."]:
-    """Return the mask of the keys that each query may see, `[batch, queries, keys]`.
+    """Return which keys each query may see by `mask_bs`, as booleans `[batch, queries, keys]`.
 
-    If `mask_bs` has booleans, they are the same for all queries, so that dim has size 1. With
-    `of_heads` there is a dim of size 1 for heads after the batch.
+    A mask of padding is the same for all queries: then the dim of queries has size 1. With
+    `of_heads`, the result has a dim of size 1 for heads after the batch.
     """
     dims = (slice(None), *[None] * of_heads)
     if mask_bs.dtype == jnp.bool_:

@@ -28,7 +28,7 @@ _COLUMNS = -2  # the dim of columns
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer; with a leading dimension of layers, of a stack of layers.
+    """The keys and values of one layer, or of a stack of layers, whose leading dim counts layers.
 
     Heads come before columns, so that attention multiplies matrices that are contiguous in memory.
     """
@@ -103,7 +103,7 @@ def _check_positions(config: DecoderConfig, num_columns: int) -> None:
 
 
 def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
-    """Raise `ValueError` if the tokens are known not to fit into the cache."""
+    """Raise `ValueError` if tracing knows that the tokens do not fit into the cache."""
     batch_size, size = cache.mask.shape
     try:
         held = int(cache.length)
@@ -191,7 +191,7 @@ def _with_columns(
 ) -> Float[Array, "*layers b g s k"]:
     """Write `update` to the columns of `held` from `start` on.
 
-    If `held` is a stack, it is written to the layer `number`.
+    If `held` is a stack of layers, only its layer `number` is written.
     """
     num_parts = num_token_parts()
     if num_parts == 1:
