@@ -180,7 +180,7 @@ def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> N
 
 
 class _Damage(Exception):
-    """Raised for damage; its message says what is wrong with a file of a checkpoint."""
+    """Raised if a checkpoint is damaged; the message says which file, and what is wrong with it."""
 
 
 @contextlib.contextmanager

@@ -181,9 +181,9 @@ def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
 
 
 def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int], list[str]]:
-    """Return the steps and the names of damaged checkpoints, as process 0 lists them. Collective.
+    """Return the steps of checkpoints, and the names of damaged ones, as process 0 lists them.
 
-    On a shared file system other processes may see changes later.
+    Collective. On a shared file system other processes may see changes later than process 0.
     """
     with all_succeed(name, seconds) as facts:
         if jax.process_index() == 0:

@@ -194,10 +194,10 @@ class HostTraffic:
         transfers: every copy of forward and backward, in the order in which they are issued; None
             without a plan of the step.
         update: bytes that the optimizer's update copies to the device, and bytes that it copies to
-            the host. The update copies each offloaded gradient, parameter and leaf of the optimizer state
-            to the device once, and parameters and optimizer state back. An optimizer that first
-            takes a norm over all gradients copies gradients once more, which is not counted. Leaves that
-            the plan updates in backward are not counted either. None without optimizer state.
+            the host. The update copies each offloaded gradient, parameter and leaf of the optimizer
+            state to the device once, and parameters and optimizer state back. Not counted are the
+            second copies of gradients, if the optimizer first takes a norm over all of them, and
+            leaves that the plan updates in backward. None without optimizer state.
     """
 
     transfers: tuple[HostTransfer, ...] | None

@@ -38,9 +38,9 @@ class BatchRule(Protocol):
     """
 
     def init(self) -> Any:
-        """Return the rule's memory before the first measurement: a tree of scalars, or ().
+        """Return the rule's memory before the first measurement: a tree of scalars.
 
-        The memory is part of the optimizer state, which is saved in checkpoints. It must be
+        By default it is empty. The memory is part of the optimizer state, which is saved in checkpoints. It must be
         scalars, which are replicated, because arrays of optimizer state are split over devices.
         """
         return ()

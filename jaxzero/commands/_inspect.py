@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")  # the number of a layer in
 
 
 def line_of(text: str) -> str:
-    """Make a line with names and paths from files safe to print: escaped, short, without markup."""
+    """Return text that comes from a file as a line that is safe to print: escaped and short."""
     return escape(escaped(text, most=_MAX_LINE))
 
 

@@ -48,9 +48,9 @@ class Slot:
 def slots(nodes: list[int], procs_per_node: int, devices_per_proc: int | None) -> list[Slot]:
     """Assign ranks and devices to the processes on `nodes`.
 
-    `nodes` are the original numbers of nodes. Their processes keep the devices of these numbers,
-    while `Slot.node` counts from 0. Without `devices_per_proc` a process gets one device, as under SLURM and MPI; a single
-    process gets all devices.
+    `nodes` has the original number of each node, which determines the devices of its processes.
+    `Slot.node` counts nodes from 0. Without `devices_per_proc` a process gets one device, as under
+    SLURM and MPI; a single process gets all devices.
     """
     alone = devices_per_proc is None and len(nodes) == procs_per_node == 1
     count = devices_per_proc or 1
