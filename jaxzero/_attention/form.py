@@ -14,7 +14,7 @@ from .._mesh import exchange_over_tokens, split_over_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which keys a query sees, and the formula of its logits.
+    """A description of which keys a query sees, and of the formula of its logits.
 
     Attributes:
         scale: factor of the products of queries and keys.

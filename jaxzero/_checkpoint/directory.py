@@ -192,7 +192,7 @@ def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
-    """Return if a checkpoint exists, and a description of its damage or None. Collective."""
+    """Return whether a checkpoint exists, and a text on its damage, or None. Collective."""
     with all_succeed(name, seconds) as facts:  # an error is not evidence of damage
         share = {"number": jax.process_index(), "count": jax.process_count()}
         facts["problem"] = find_damage(folder, **share)

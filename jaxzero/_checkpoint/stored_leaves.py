@@ -49,7 +49,7 @@ class Named(NamedTuple):
 
 
 def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
-    """Return path -> leaf, in the order in which JAX flattens `state`.
+    """Return the leaves of `state` by path, in the order in which JAX flattens `state`.
 
     Raises:
         TypeError: `state` is not a mapping of names to trees, or a leaf is not an array.

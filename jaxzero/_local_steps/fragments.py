@@ -30,8 +30,8 @@ class Cut:
     """The division of a shard into equal parts along one dim.
 
     If the number of parts does not divide the cut dim, the last parts begin earlier and overlap
-    with those before them; `is_new` tells which elements belong to a part. A scalar is one part of
-    its own, which belongs to the first fragment.
+    with those before them; `is_new` tells which elements belong to a part. A scalar is one
+    part, and belongs to the first fragment.
 
     Attributes:
         shape: the shape of the shard.

@@ -103,7 +103,7 @@ class Traffic:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model: paths of leaves, cut after the first component that differs."""
+        """The parts of the model: paths of leaves up to the first component in which leaves differ."""
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:
@@ -227,7 +227,7 @@ class HostTraffic:
 
     @property
     def whole(self) -> tuple[HostTransfer, ...]:
-        """The copies of a full leaf at once, for which device memory must hold the full leaf."""
+        """The copies that move a full leaf at once, so that device memory must hold all of it."""
         return tuple(x for x in self.transfers or () if not x.windowed)
 
     def as_dict(self) -> dict[str, Any]:

@@ -40,8 +40,9 @@ class BatchRule(Protocol):
     def init(self) -> Any:
         """Return the rule's memory before the first measurement: a tree of scalars.
 
-        By default it is empty. The memory is part of the optimizer state, which is saved in checkpoints. It must be
-        scalars, which are replicated, because arrays of optimizer state are split over devices.
+        By default it is empty. The memory is part of the optimizer state, which is saved in
+        checkpoints. It must be scalars, which are replicated, because arrays of optimizer state are
+        split over devices.
         """
         return ()
 

@@ -105,7 +105,7 @@ class Passes:
 
     @functools.cached_property
     def _leaves(self) -> dict[Value, LeafSpec]:
-        """The layout of each input of the program; extra arguments of the update have none."""
+        """The layout of each input of the program, but for extra arguments of the update."""
         inputs = self.analysis.program.block.inputs
         return dict(zip(inputs, self.layouts.leaves, strict=False))
 
