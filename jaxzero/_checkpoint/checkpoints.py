@@ -41,7 +41,7 @@ _PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
 
 
 class Restored(NamedTuple):
-    """A checkpoint that has been read: its step, its trees of arrays, and its other values."""
+    """A checkpoint that has been read: its step, its trees of arrays, and its `extra` values."""
 
     step: int
     state: dict[str, Any]  # trees with the structure and shardings of `like`

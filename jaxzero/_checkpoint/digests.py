@@ -185,7 +185,7 @@ class _Damage(Exception):
 
 @contextlib.contextmanager
 def _opening(folder: Path, name: str) -> Iterator[None]:
-    """Turn errors of reading a file: missing or not regular is `_Damage`; others name the file."""
+    """Raise `_Damage` if a file is missing or irregular; let other errors name the file."""
     try:
         yield
     except MISSING as error:

@@ -28,8 +28,8 @@ class LocalSteps:
         delay: steps between the sending of a fragment and the use of its mean (tau). The message
             travels while these steps are computed. 0: the node waits for it.
         fragments: equal parts of the parameters that are exchanged in turn; a divisor of `every`.
-        outer: the outer optimizer, any optax chain. It runs once for each fragment and round; what
-            it reduces (a norm), it reduces over the fragment.
+        outer: the outer optimizer, any optax chain. It runs once for each fragment and round, and
+            its reductions (such as a norm) are over the fragment.
         codec: encodes the pseudo-gradients; the rounding error is added to the next one of that
             fragment (error feedback). Each node receives the encoded messages of all others, so
             many nodes send more than without a codec (4 bits: from 16 nodes on). None: they are

@@ -64,7 +64,7 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
 
 
 def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
-    """Do what `exchange` does, for values that JSON can represent instead of texts."""
+    """Exchange values that JSON can represent, as `exchange` does with texts."""
     return [json.loads(text) for text in exchange(name, json.dumps(value), seconds)]
 
 

@@ -103,7 +103,7 @@ class Traffic:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model: paths of leaves up to the first component in which leaves differ."""
+        """The parts of the model: paths of leaves, up to the first component that differs."""
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:

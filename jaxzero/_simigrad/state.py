@@ -25,7 +25,7 @@ _LARGEST = 2**24  # float32 represents all integers up to here
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of `simigrad`, documented there. Numbers may be traced arrays."""
+    """The options of `simigrad`, as its docstring explains them; numbers may be traced arrays."""
 
     target_similarity: Any
     initial: Any

@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "b t"] | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "b t d"], RouterBalance]:
-        """Compute what `hidden` does, and how evenly the router of each layer chooses experts.
+        """Compute the vectors of `hidden`, and how evenly each layer's router chooses experts.
 
         Returns:
             The vectors; and the `RouterBalance` over the tokens of all devices, with a leading dim

@@ -60,7 +60,7 @@ def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigTable:
-    """How one `model_type` writes its `config.json`, and what all its models have in common."""
+    """A table of how one `model_type` writes its `config.json`, and what its models share."""
 
     usual: ClassVar[dict[str, Any]] = {}  # defaults of all families
 
@@ -106,7 +106,7 @@ class ConfigTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(ConfigTable):
-    """How one `model_type` of decoders writes its `config.json`; see also `_config_parts`."""
+    """The table of one `model_type` of decoders; functions of `_config_parts` read further parts."""
 
     usual = DEFAULTS
 
