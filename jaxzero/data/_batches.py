@@ -191,7 +191,7 @@ class Batches(Iterator[Any]):
         return jax.make_array_from_callback(shape, self._sharding, held)
 
     def _spread_steps(self, rows: np.ndarray) -> jax.Array:
-        """Make a global array `[steps, batch, ...]` from the process's rows, `[steps, rows, ...]`."""
+        """Make a global array `[steps, batch, ...]` from this process's rows of each step."""
         shape = (rows.shape[0], self._rows.batch_size, *rows.shape[2:])
 
         def held(index: Any) -> np.ndarray:

@@ -106,7 +106,7 @@ class ConfigTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(ConfigTable):
-    """The table of one `model_type` of decoders; functions of `_config_parts` read further parts."""
+    """The table of one `model_type` of decoders; `_config_parts` has functions for parts."""
 
     usual = DEFAULTS
 
