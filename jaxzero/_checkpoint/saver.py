@@ -182,7 +182,7 @@ class Saver:
 
 
 def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileRecord]:
-    """Merge the file records in the reports of all processes; raise if this process lacks a file."""
+    """Merge the file records in the reports of all processes; raise if a file is missing here."""
     records = {}
     for number, report in enumerate(reports):
         for path, record in report["records"].items():

@@ -73,7 +73,7 @@ def run_round(
         params = list(inner.params)
         new, outer = exchange.receive(sent, [params[i] for i in numbers], outer, number)
         for i, x in zip(numbers, new, strict=True):
-            # The exchange leaves shards, and at stages below 3 steps take whole parameters.
+            # The exchange returns shards; at stages below 3 a step takes whole parameters.
             params[i] = split_if_explicit(x, jax.typeof(params[i]).sharding.spec)
         return Carry(Inner(params, inner.opt_state), outer), first
 

@@ -149,7 +149,7 @@ class Output:
 
 
 class ChildOutput:
-    """Show the output of one child, append it to a log file, and keep its last lines.
+    """Shows the output of one child, appends it to a log file, and keeps its last lines.
 
     Args:
         output: where lines are shown.

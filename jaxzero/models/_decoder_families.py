@@ -55,7 +55,7 @@ def _smollm3_rotation(content: Content, fields: Fields) -> dict[str, Any]:
 def _deepseek_rotation(content: Content, fields: Fields) -> dict[str, Any]:
     """Return the fields `rope` and, if Yarn changes it, `attention_scale` of DeepSeek's models.
 
-    Yarn also changes the scale of attention if `mscale_all_dim` is given.
+    Yarn changes `attention_scale` if the file has `mscale_all_dim`.
     """
     rope = fields["rope"]
     if content["rope_interleave"]:

@@ -6,8 +6,9 @@ A block is a run of rows of one expert. The loop over blocks has a fixed length,
 groups of any sizes: the full blocks, and at most one more for each of the g groups. Blocks that are
 not needed are skipped. So only the chosen experts are computed, on every platform (XLA:CPU and
 XLA:GPU multiply every row by every expert in `jax.lax.ragged_dot`), and intermediate results exist
-for one block at a time. Backward computes them again, and adds the gradient of a block's expert in
-place, in float32. It does not need `y`, so `jax.checkpoint` around it computes no block twice.
+for one block at a time. Backward computes intermediate results again, and adds the gradient of a
+block's expert in place, in float32. Backward does not need `y`, so under `jax.checkpoint` no block
+is computed a third time.
 
 Legend: m rows, g groups, r rows of a block.
 """
