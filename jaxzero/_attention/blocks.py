@@ -279,7 +279,7 @@ class _Loop:
             sums, keys = carry
             following = self._passed_on(keys)  # while this step computes
             sums = self._over_pairs(sums, keys, number, pair)
-            # Otherwise XLA sends keys and sums in one message, once the sums are there.
+            # Otherwise XLA sends keys and sums in one message, which has to wait for the sums.
             sums, (key, value) = lax.optimization_barrier((sums, following[:2]))
             following = Keys(key, value, following.marks)
             travelling = self._passed_on(sums[num_of_queries:])

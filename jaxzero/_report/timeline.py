@@ -188,7 +188,7 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 def _after_loops(plan: BlockPlan, index: int) -> int:
     """Return the place of operation `index` on its block's timeline.
 
-    A loop before the operation counts as the operations of one iteration.
+    A loop before the operation adds the operations of one of its iterations.
     """
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 

@@ -283,7 +283,7 @@ def _without_codec_noise(
 def _measure(state: SimigradState, measurement: _Measurement, settings: Settings) -> SimigradState:
     """Record the similarity of a full batch's halves, and set the size of the next batch."""
     halves, whole, groups, is_possible, fewest = measurement
-    # The mean age of a measurement is then as in an average over the last `noise_window` of them.
+    # With this decay the mean age of a measurement is that of the last `noise_window` ones.
     decay = 1 - 2 / (settings.noise_window + 1)
     similarity, by_group = _similarity(whole, groups, halves, settings.combine)
     moments = add_to_moments(state.moments, whole, halves, decay)

@@ -82,7 +82,7 @@ class Passes:
         return self._run([_Part(self, leaf, [], leaf.updates) for leaf in leaves])
 
     def _run(self, parts: Sequence[_Part]) -> dict[Value, Array]:
-        """Run one pass over all parts on every device; return the arrays of the parts' `outputs`."""
+        """Run one pass over all parts on every device; return the arrays of their `outputs`."""
         atoms = list(dict.fromkeys(x for part in parts for x in part.program.scalars))
 
         def on_device(shards: list[list[Array]], scalars: list[Array]) -> list[list[Array]]:

@@ -152,7 +152,7 @@ KEYS: dict[str, Kind] = {
     "short_factor": _FACTORS,
     "long_factor": _FACTORS,
     "attention_factor": optional(POSITIVE),
-    # Read to be refused where they are not what the model computes.
+    # Keys that are read only to refuse values that our models do not compute.
     "quantization_config": ANYTHING,
     "position_embedding_type": ANYTHING,
     "is_decoder": ANYTHING,

@@ -268,7 +268,7 @@ def _yarn(given: Content, trained: int) -> YarnScaling:
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """Return Yarn's factor on sines and cosines, for texts `factor` times as long as trained."""
+    """Return Yarn's factor of sines and cosines, for texts `factor` times as long as in training."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -89,7 +89,7 @@ def _layer_function(
     if remat == "none":
         return run
     policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
-    # Inside a scan there is nothing that the recomputation could be merged with.
+    # Inside a scan, XLA cannot merge the recomputation with the forward pass.
     return jax.checkpoint(run, policy=policy, prevent_cse=not in_scan)
 
 
