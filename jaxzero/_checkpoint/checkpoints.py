@@ -226,7 +226,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _may_be_deleted(folder: Path) -> Iterator[None]:
-    """Raise `FileNotFoundError` if the body fails and the checkpoint has been deleted."""
+    """Turn an error in the body into `FileNotFoundError` if the checkpoint has been deleted."""
     try:
         yield
     except Exception as error:

@@ -119,7 +119,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 class NoCheckpoint(FileNotFoundError):
-    """Raised if there is no checkpoint; not for a file that is missing in one."""
+    """Raised if there is no checkpoint to read, but not if a checkpoint lacks a file."""
 
 
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:

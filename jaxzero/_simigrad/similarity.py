@@ -142,8 +142,8 @@ def without_codec_noise(
 
     # The expected |g|^2 of a half of weight w is |G|^2 + T/w without codecs, and with codecs
     #     |G|^2 + (1 + of_noise) T/w + of_signal |G|^2 m/w,
-    # where m is the weight of a micro-batch, and T is of one unit of weight. The expected g1.g2 stays
-    # |G|^2, since the codec errors of the two halves are independent.
+    # where m is the weight of a micro-batch, and T that of one unit of weight. The expected g1.g2
+    # stays |G|^2, since the codec errors of the two halves are independent.
     def corrected(square: Array, weight: Array) -> Array:
         added = noise.of_signal * microbatch / weight * products.cross
         return products.cross + (square - products.cross - added) / (1 + noise.of_noise)

@@ -45,11 +45,11 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a value is computed.
+    """The way in which a value of the update is computed.
 
     Attributes:
         leaf: the windowed leaf from whose windows it is computed; None: it is computed in full.
-        level: the number of passes over the windows that must come before.
+        level: the number of passes over the windows that must be done before it is computed.
     """
 
     leaf: int | None

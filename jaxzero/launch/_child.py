@@ -108,7 +108,7 @@ _OUT, _ERR = 1, 2
 
 
 class Output:
-    """Standard output and standard error of this process, shared by all children."""
+    """The standard output and error of this process, to which lines of all children are written."""
 
     def __init__(self):
         self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_QUEUE)

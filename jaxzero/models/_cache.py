@@ -103,7 +103,7 @@ def _check_positions(config: DecoderConfig, num_columns: int) -> None:
 
 
 def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
-    """Raise `ValueError` if tracing knows that the tokens do not fit into the cache."""
+    """Raise `ValueError` if it is known when tracing that tokens do not fit into the cache."""
     batch_size, size = cache.mask.shape
     try:
         held = int(cache.length)

@@ -2,9 +2,10 @@
 
 The tables of families (`_decoder_families`) name these functions. Functions for heads take `sizes`,
 which maps our names of sizes to keys of the file, and return fields of `DecoderConfig`. Functions
-for windows return the indices of the layers with a sliding window. Files of transformers 4 and of
-5 are read. 4 has `rope_theta` beside `rope_scaling`; 5 has both in `rope_parameters`, once for each
-kind of layer if kinds rotate differently. 4 writes `num_experts`, and 5 `num_local_experts`.
+for windows return the indices of the layers with a sliding window. The files of
+transformers 4 and 5 are read. Version 4 has `rope_theta` beside `rope_scaling`; version 5 has both
+in `rope_parameters`, once for each kind of layer if kinds rotate differently. Version 4 writes
+`num_experts`, and version 5 `num_local_experts`.
 """
 
 import dataclasses
@@ -268,7 +269,7 @@ def _yarn(given: Content, trained: int) -> YarnScaling:
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """Return Yarn's factor of sines and cosines, for texts `factor` times as long as in training."""
+    """Return Yarn's factor of sines and cosines, if texts are `factor` times as long as trained."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
