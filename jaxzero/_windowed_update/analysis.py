@@ -136,7 +136,7 @@ class Analysis:
     def _kind(self, operation: Operation) -> Kind:
         """Return how the outputs of an operation are computed.
 
-        For a reduction of a leaf, it is how the value that it reduces is computed.
+        For a reduction of a leaf, return the `Kind` of the value that is reduced.
 
         Raises:
             NotImplementedError: the operation cannot be computed from windows.
@@ -157,7 +157,7 @@ class Analysis:
         return Kind(leaf, level)
 
     def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
-        """Raise `NotImplementedError` if an operation reads more than the leaf and scalars."""
+        """Raise `NotImplementedError` if an operation reads other values than of `leaf`, or scalars."""
         for atom in operation.inputs:
             if self.leaf_of(atom) is not None or self.repeats_scalar(atom):
                 continue

@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Any, Any]:
         """Compute the normalized vectors after the last layer.
 
-        Arguments without a docstring here are those of `__call__` and `extend`.
+        The arguments are those of `__call__` and `extend`, and `balance`, from `Routers.start`.
 
         Returns:
             The vectors; the cache with the new tokens, or None if `cache` is None; and `balance`

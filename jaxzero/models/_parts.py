@@ -57,7 +57,7 @@ def as_indices(
 
 
 class RMSNorm(nnx.Module):
-    """Bring the last dimension to root mean square 1, then scale each number of it."""
+    """Scales vectors along the last dim to root mean square 1, then each number by a parameter."""
 
     def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
         self.epsilon = epsilon

@@ -239,7 +239,7 @@ def _exponents(rotary_size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Which elements of a head are rotated, and the frequency of each pair.
+    """A rotation: which elements of a head are rotated, and the frequency of each pair.
 
     Attributes:
         rotary_size: number of elements that are rotated: the first ones of a head, or in latent
