@@ -42,7 +42,7 @@ class LocalReport:
 
     @property
     def timeline(self) -> tuple[tuple[int, int], ...]:
-        """For each fragment, after how many steps of the round it is sent, and its mean is used."""
+        """For each fragment `(sent, used)`, both in steps since the round began."""
         steps = self.every // self.fragments
         ends = range(steps, self.every + 1, steps)
         return tuple((end - self.delay, end) for end in ends)

@@ -39,7 +39,7 @@ class Report(ReportData):
         Args:
             detail: the name of a table, or several: "leaves", "state", "gathers", "reductions",
                 "waits", "traffic", "parts", "host", "timeline". All but the first two need a plan.
-            console: where to print; tables are no wider.
+            console: where to print. Tables are no wider than the console.
 
         Raises:
             ValueError: there is no such table, or it needs a plan and the report has none.

@@ -157,7 +157,7 @@ class Analysis:
         return Kind(leaf, level)
 
     def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
-        """Raise `NotImplementedError` if an operation on a windowed leaf also reads a full array."""
+        """Raise `NotImplementedError` if an operation on a windowed leaf reads a full array."""
         for atom in operation.inputs:
             if self.leaf_of(atom) is not None or self.repeats_scalar(atom):
                 continue

@@ -249,7 +249,7 @@ class Turn(NamedTuple):
 
 
 def sweep(leaves: Sequence[LeafSweep]) -> list[tuple[list[Array], Any]]:
-    """Visit all windows of all leaves; return each leaf's arrays and result."""
+    """Visit all windows of all leaves; return each leaf's new arrays and `Turn.result`."""
     done: list[tuple[list[Array], Any]] = []
     before: tuple[LeafSweep, Turn] | None = None  # a leaf whose last window is left
     for leaf in leaves:

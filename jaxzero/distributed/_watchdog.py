@@ -157,7 +157,7 @@ class Watchdog:
 
 
 class _Peers:
-    """The other processes, with the time at which this one last saw each one's counter change."""
+    """All other processes, and when this process last saw the counter of each change."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds

@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
             cache: from `make_cache` or the last call. Donate it to the jitted step that this is
                 called in; then it is written in place.
             ids: the next t tokens of each row: a prompt, or one token.
-            mask: False for padding, which no token ever sees. None if there is none.
+            mask: False for padding, which no token ever sees. None if there is no padding.
 
         Returns:
             The normalized vectors after the last layer, and the cache with the new tokens. If the
