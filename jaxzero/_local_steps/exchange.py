@@ -215,7 +215,7 @@ class Exchange:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of messages on a device while a fragment travels: of all nodes, or of their sum."""
+        """Bytes of messages that a device holds while a fragment travels: all nodes' or a sum."""
         # An all-reduce needs no second buffer: XLA writes the sum over the message.
         return self.sent_bytes * (1 if self.is_reduced else self.num_nodes)
 

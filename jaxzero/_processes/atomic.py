@@ -31,7 +31,7 @@ def hidden(target: Path, ending: str) -> Path:
 
 
 def put_in_place(filled: Path, target: Path) -> None:
-    """Rename a complete folder to `target`, replacing an old one, and flush the change."""
+    """Rename a complete folder to `target`, replacing an old `target`; flush the change."""
     # A rename cannot replace a folder that has content, so the old one is renamed first.
     old = hidden(target, "old") if target.exists() else None
     if old is not None:

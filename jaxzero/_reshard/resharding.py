@@ -117,7 +117,7 @@ def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
 def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
     """Return the spec by which `source` splits the true dims of a leaf.
 
-    It differs from `source.spec` if the leaf is stored as messages, whose dims `source.spec` splits.
+    It differs from `source.spec` if the leaf is stored as messages: that spec splits their dims.
     """
     if leaf.codec is None or leaf.layout is None:
         return source.spec

@@ -296,8 +296,8 @@ class Digits:
 def groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
     """Return the groups of devices that run a collective over some digits together.
 
-    The result is `[groups, devices of a group]`, in which devices are numbers in `mesh`. In a group
-    they are in the order of their coordinates along `digits`.
+    The result is `[groups, devices of a group]`, with the devices' numbers in `mesh`. In a group,
+    devices are in the order of their coordinates along `digits`.
     """
     numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     dims = [mesh.axis_names.index(digit) for digit in digits]

@@ -98,7 +98,7 @@ class ReplicasDiffer(AgreedEnd, RuntimeError):
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
-    """Check that replicated values are equal on all devices, and the step on all processes.
+    """Check that replicated values are equal on all devices, and `step` on all processes.
 
     All processes must call it, with the training state: parameters, optimizer state, random keys.
     Call it before every save: a checkpoint stores one of the replicas and restores it everywhere,
