@@ -183,12 +183,12 @@ class Checkpoints:
         Args:
             like: the trees to read, as arrays or from `zero.abstract`; or a function that returns
                 them, given the `extra` of the checkpoint. The mesh and the number of processes may
-                differ from those that saved.
+                differ from those of the run that saved.
             step: step of the checkpoint; by default the newest undamaged one.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            MemoryError: the host has too little memory for the arrays that go there.
+            MemoryError: the host lacks memory for the arrays that go to host memory.
             ValueError: the checkpoint requested by `step` is damaged, or all are, now or in an
                 earlier attempt; its leaves, shapes or dtypes differ from those of `like`; or files
                 that fit their digests cannot be decoded.

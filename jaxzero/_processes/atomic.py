@@ -1,9 +1,9 @@
 """Write a file or a directory atomically; a directory also from several processes.
 
 Content is written under a hidden name beside the target, flushed to disk and renamed. After a crash
-the target has the old or the new content, and there may be a leftover with a hidden name. Several
-processes fill one folder on a shared file system. Process 0 creates it, and renames it after all
-have reported success.
+the target has the old or the new content, and there may be a leftover with a hidden name. If
+several processes write a directory, they fill one folder on a shared file system. Process 0 creates
+the folder, and renames it after all have reported success.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each key of a `config.json` may hold, for all families.
+"""Define what each key of a `config.json` may hold, for all families.
 
 A key means the same in every family that reads it, so its type and range are written once, here. A
 family says which keys it reads, and which values they have if a file leaves them out. If a key has

@@ -358,7 +358,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Return the config of experts in groups; the first `first_k_dense_replace` layers have none."""
+    """Return the config of grouped experts; the first `first_k_dense_replace` layers have none."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:
