@@ -325,7 +325,7 @@ class _Loop:
         return sums
 
     def _is_seen(self, block: _Block, start: Array) -> Any:
-        """Return whether a query of the block may see a key of it, if query 0 is at `start`."""
+        """Return whether any query of `block` may see any key of it, if query 0 is at `start`."""
         factor, offset = self.form.query_places
         first = block.query_start * factor + start
         last = first + (block.num_queries - 1) * factor + offset * (self.num_parts - 1)

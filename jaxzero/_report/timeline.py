@@ -120,7 +120,7 @@ def _activations(plan: BlockPlan) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_in_host(operation: Operation, made: Value) -> bool:
-    """Return True if `made` is a stacked output of a loop that copies each layer to host memory."""
+    """Return True if `made`, a stacked output of a loop, is copied to host memory by layer."""
     if not isinstance(operation, Loop):
         return False
     maker = operation.body.makers.get(operation.body.outputs[operation.outputs.index(made)])

@@ -109,7 +109,7 @@ def make_resharding(
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
-    """Return the dtype in which a leaf is sent: `dtype` for floats, unless it is None."""
+    """Return the dtype in which a leaf is sent: `dtype` for floats if given, else its own."""
     is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return jnp.dtype(dtype if is_cast else leaf.dtype)
 
