@@ -106,7 +106,7 @@ class ConfigTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(ConfigTable):
-    """The table of one `model_type` of decoders, with functions of `_config_parts` for its parts."""
+    """The table of one `model_type` of decoders, with functions of `_config_parts` for parts."""
 
     usual = DEFAULTS
 
