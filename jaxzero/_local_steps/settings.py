@@ -16,7 +16,7 @@ _OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSteps:
-    """Train every node by itself, and average the nodes' parameters every few steps.
+    """Settings to train every node by itself, and average parameters every few steps.
 
     A round has `every` steps. Each element of the parameters is exchanged once in a round: the
     difference between the outer parameters and the node's own (the pseudo-gradient) is averaged
@@ -117,8 +117,8 @@ def streaming_diloco(
 
     Each message travels during `delay` steps. The paper's fragments are groups of layers. Here a
     fragment is an equal part of each device's shard of every leaf, so that all messages have the
-    same size. Of a stack of scanned layers it holds neighbouring layers if `fragments` divides
-    their number. The paper quantises to 4-bit floats, and this to 4-bit integers in blocks, with
+    same size. Of a stack of scanned layers a fragment holds neighbouring layers if
+    `fragments` divides their number. The paper quantises to 4-bit floats, and this to 4-bit integers in blocks, with
     error feedback.
 
     References:

@@ -215,7 +215,7 @@ class Digits:
     """The devices of a mesh, whose axes are written as digits of prime size.
 
     Attributes:
-        mesh: all devices, with one axis of prime size for each digit, of type `Auto`.
+        mesh: all devices, with one axis for each digit, of prime size and of type `Auto`.
         axes: for each axis of the user's mesh its digits, major first.
     """
 

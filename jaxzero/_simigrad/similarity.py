@@ -103,8 +103,8 @@ def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Arra
     """Compute the inner products of the two halves' mean gradients, for each leaf.
 
     `mean` is the mean gradient of the batch, and `first_mean` that of its first half. The mean of
-    the second half is derived from these two. Leaves may be sharded: each product is
-    a sum over shards, so only scalars are communicated.
+    the second half is derived from these two. Leaves may be sharded: each product is a sum over
+    shards, so only scalars are communicated.
 
     Returns:
         |g1|^2, |g2|^2 and g1.g2, each a list with a float32 scalar for each leaf.
