@@ -90,7 +90,9 @@ def pairs_of_blocks(
 
 
 def some_seen(form: Form, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
-    """Return whether `form.before` and `form.after` let some query of a range see some key of one.
+    """Return whether a query in one range of positions may see a key in another range.
+
+    Only `form.before` and `form.after` are considered, and no marks.
 
     Args:
         form: which keys are seen.

@@ -118,8 +118,8 @@ def streaming_diloco(
     Each message travels during `delay` steps. The paper's fragments are groups of layers. Here a
     fragment is an equal part of each device's shard of every leaf, so that all messages have the
     same size. Of a stack of scanned layers a fragment holds neighbouring layers if
-    `fragments` divides their number. The paper quantises to 4-bit floats, and this to 4-bit integers in blocks, with
-    error feedback.
+    `fragments` divides their number. The paper quantises to 4-bit floats, and this to 4-bit
+    integers in blocks, with error feedback.
 
     References:
         Streaming DiLoCo (https://arxiv.org/abs/2501.18512).

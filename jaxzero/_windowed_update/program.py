@@ -204,7 +204,7 @@ class FullValues:
         return self.compute(wanted, [None] * len(wanted))
 
     def compute(self, wanted: Sequence[Atom], leaves: Sequence[LeafSpec | None]) -> list[Array]:
-        """Compute values, each in the stored form of its leaf, or replicated if it has none."""
+        """Compute values, each in the stored form of its leaf, or replicated if that is None."""
         if not wanted:
             return []
         known = [leaf for _, leaf in self._known.values()]

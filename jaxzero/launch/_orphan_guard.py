@@ -55,7 +55,7 @@ class OrphanGuard:
 
 
 def main() -> None:
-    """Run the guard: read groups from standard input; when that closes, kill groups that run."""
+    """Run the guard: read groups from standard input; when it closes, kill those left."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line[1:])
