@@ -68,7 +68,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of the process in `slot`.
 
-    It is this process's environment with the variables that `jaxzero.distributed.initialize`
+    It is this process's environment, plus the variables that `jaxzero.distributed.initialize`
     (JAXZERO_*) and JAX (JAX_*) read.
     """
     variables = {

@@ -174,7 +174,7 @@ class DynamicScaling(Scaling):
 class YarnScaling(Scaling):
     """Divides the frequency of slow pairs by `factor`, keeps fast ones, interpolates in between.
 
-    The limits are numbers of turns in `trained_length` tokens, as in `Llama3Scaling`, but the
+    Pairs are fast or slow by their turns in `trained_length` tokens, as in `Llama3Scaling`, but the
     interpolation is linear in the number of the pair.
 
     Args:
