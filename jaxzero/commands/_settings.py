@@ -45,8 +45,8 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose config, mesh, micro-batches, a budget of activations and offload for a cluster that
-    is not here.
+    """Choose config, mesh, micro-batches, a budget of activations and offload for a cluster, from
+    any machine.
 
     The mesh may have pipeline stages, and devices that share the tokens of each row, if the loss
     splits them (`jz.split_tokens`), as that of a decoder does. Nothing is run. With the extra `aot`
@@ -145,7 +145,7 @@ class Verify:
     """Compare one step with plain JAX on one device: is this run right?
 
     Losses, gradients and updated parameters are compared under bounds that follow from roundings
-    and codecs. It ends with 0 if all holds, and with 1 otherwise. Needs no extra.
+    and codecs. The exit status is 0 if all are within them, and 1 otherwise. Needs no extra.
     """
 
     function: Annotated[Positional[str], arg(metavar="MODULE:NAME")]
@@ -240,7 +240,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Show what a checkpoint holds: of a run here, safetensors, torch.save, FSDP or DeepSpeed.
+    """Show what a checkpoint holds: of jaxzero, safetensors, torch.save, FSDP or DeepSpeed.
 
     Needs the extra torch.
     """
