@@ -167,8 +167,8 @@ def _submodules(
 ) -> list[ComparedOutput]:
     """Compare the outputs of submodules; return a row for each call, in PyTorch's order.
 
-    Names of submodules that were not compared are added to `alone`: PyTorch's to its first list,
-    the JAX model's to its second.
+    Names of submodules that were not compared are added to the lists in `alone`: names of PyTorch
+    to the first list, names of the JAX model to the second.
 
     Args:
         names: the argument `submodules` of `compare`.

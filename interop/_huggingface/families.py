@@ -102,7 +102,7 @@ class DecoderFamily(abc.ABC):
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Return patterns of tensors that are not read: buffers, and a head that is tied."""
+        """Return patterns for names of tensors that loading skips: buffers, and a tied head."""
         return (*self.buffers, self.head) if config.tied_head else self.buffers
 
 

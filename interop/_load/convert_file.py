@@ -81,7 +81,7 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _errors_of_files() -> Iterator[None]:
-    """Replace an error of PyTorch by the error of the file system that caused it.
+    """Raise, in place of an error of PyTorch in the body, the `OSError` that caused it, if any.
 
     When a disk is full, `torch.save` fails once more while it closes its archive, and reports only
     the second failure ("unexpected pos"). `torch.distributed.checkpoint` wraps errors in a

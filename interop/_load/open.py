@@ -1,7 +1,8 @@
 """Open a checkpoint of any known form: the forms are tried one after the other.
 
 A `CheckpointForm` says whether a path is a checkpoint of its form, and opens it as tensors by name.
-It decides by the names of files; their content is read only when the form has been chosen. Forms
+It recognizes a checkpoint by the names of files. Their content is read only by the form that
+recognized it. Forms
 that a user has added are tried before those of this module.
 """
 
@@ -103,7 +104,7 @@ class DeepSpeed(CheckpointForm):
 
 
 class TorchSave(CheckpointForm):
-    """The form of `torch.save`: a file, or a directory with one or with parts and their index."""
+    """The form of `torch.save`: a file, or a directory that holds one file or an index of parts."""
 
     name = "torch.save"
 
@@ -126,7 +127,7 @@ class TorchSave(CheckpointForm):
 
 
 class Safetensors(CheckpointForm):
-    """The form of safetensors: a file, or a directory with one or with parts and their index."""
+    """The form of safetensors: a file, or a directory that holds one file or an index of parts."""
 
     name = "safetensors"
 
@@ -158,7 +159,7 @@ def _refuse_key(form: str, path: Path, key: str | None) -> None:
 def adapter_in(path: Path) -> str | None:
     """Return advice for a directory that holds an adapter of PEFT; None if it holds none.
 
-    The text completes a sentence that begins with the path.
+    The text completes a sentence of an error message that begins with the path.
     """
     if not (path / "adapter_config.json").is_file():
         return None
@@ -219,10 +220,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of PyTorch as a mapping from names to tensors that are read when indexed.
 
-    Reads safetensors (a file, or a directory with one or with parts and their index), files of
-    `torch.save` (also in parts) and `torch.jit.save`, directories of `torch.distributed.checkpoint`
-    (FSDP, FSDP2), checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not
-    needed, and nothing that a file pickles is run.
+    Reads safetensors (one file, or a directory that holds one file, or parts and an index), files
+    of `torch.save` (also in parts) and `torch.jit.save`, directories of
+    `torch.distributed.checkpoint` (FSDP, FSDP2), checkpoints of DeepSpeed ZeRO stages 1 to 3, and
+    universal ones. PyTorch is not needed, and nothing that a file pickles is run.
 
     Args:
         path: a file or a directory; for DeepSpeed the directory of a run, which holds `latest`, or
@@ -279,9 +280,10 @@ def open_checkpoint(
 
 
 def _others_in(path: Path) -> str:
-    """Describe the first file in a directory whose first bytes show a known kind; else return "".
+    """Describe a file in a directory that is of a known kind but no checkpoint, such as GGUF.
 
-    The text, such as "'x.gguf' in it is a GGUF file ...", is part of an error message.
+    The first such file is described, in a text such as "'x.gguf' in it is a GGUF file ...", for an
+    error message. If there is none, return "".
     """
     files = (x for x in sorted(path.iterdir()) if x.is_file() and x.suffix not in _NO_WEIGHTS)
     told = ((file, kind_of_file(file)) for file in files)

@@ -115,7 +115,7 @@ def check_moves(rules: Iterable[Rule]) -> None:
 
 
 class Use(NamedTuple):
-    """A rule with numbers in place of the variables that both its sides share.
+    """A rule applied once, with numbers for the variables that occur in both `ours` and `theirs`.
 
     Attributes:
         rule: the rule.

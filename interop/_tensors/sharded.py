@@ -46,7 +46,8 @@ class ShardedTensor(LazyTensor):
     def own_boxes(self) -> list[Box]:
         """Return the boxes of this process's shards, joined where they are adjacent.
 
-        Of a shard with replicas, only the process with the first replica has the box.
+        If a shard has replicas in several processes, only the process of the first replica lists
+        it.
         """
         held = (
             common_box(_bounds(shard, self.array.shape), whole_box(self.shape))
@@ -85,7 +86,8 @@ def _cut_unsplit(
 ) -> tuple[jax.Array, tuple[slice, ...]]:
     """Slice an array on the devices, along the dimensions that are not sharded.
 
-    This drops, for example, the other layers of a stack before any transfer to the host. The sliced
+    For example, if one layer of a stack is read, the slice drops the other layers before any
+    transfer to the host. The sliced
     dimensions are complete on every device, so slicing needs no communication.
 
     Returns:
@@ -116,9 +118,9 @@ def _in_each_process(array: jax.Array) -> jax.Array:
     """Reshard an array so that the devices of each process together hold all of it. Collective.
 
     The result is sharded over the mesh axes whose devices are of one process, along a dimension
-    that they divide. If possible that is a dimension that is already sharded: for any other XLA
-    would first replicate the array on each device. If the axes divide no dimension, the array is
-    replicated.
+    that they divide. If possible this dimension is already sharded: for a dimension that is not,
+    XLA would first replicate the array on each device. If the axes divide no dimension, the array
+    is replicated.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):

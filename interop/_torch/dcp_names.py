@@ -1,4 +1,4 @@
-"""Tell the tensors of a model in a distributed checkpoint from those of optimizers; read moments.
+"""Separate a distributed checkpoint into tensors of the model and of optimizers; read moments.
 
 The dict that is saved, such as `{"model": {...}, "optim": {"state": {NAME: {"exp_avg": ...}}}}`, is
 flattened to names such as `optim.state.NAME.exp_avg`. `NAME` has dots of its own, so the paths in
@@ -127,10 +127,11 @@ def sort_tensors(
 def _of_optimizers(
     flat: Mapping[Path, dict[str, dict[str, Any]]], paths: Mapping[str, Path]
 ) -> dict[Path, dict[str, dict[str, Any]]]:
-    """Keep the states that surely belong to an optimizer, of those found by a key `state.NAME.KEY`.
+    """Return those candidates that surely are optimizer states: path -> parameter -> entries.
 
     Args:
-        flat: path of the dict above -> name of a parameter -> its entries.
+        flat: the candidates, found by a name `ABOVE.state.NAME.KEY`: path `ABOVE` -> `NAME` ->
+            entries by `KEY`. A model may have such names too.
         paths: the paths of all names.
     """
     groups: dict[Path, set[str]] = {}
@@ -151,7 +152,7 @@ def _of_optimizers(
 
 
 def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether a state has, for any parameter, an entry of the kind that optimizers keep."""
+    """Return whether any parameter's state has an entry that optimizers write, such as a moment."""
     return any(_KEPT & held.keys() for held in state.values())
 
 
@@ -207,7 +208,7 @@ def model_names(
 
 
 def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Map each beginning of a name, such as `model`, to {full name: the rest of the name}."""
+    """Group names by beginning, such as `model`: beginning -> full name -> rest of the name."""
     models: dict[str, dict[str, str]] = {}
     for full in names:
         keys = full.split(".", _MAX_KEYS_ABOVE)

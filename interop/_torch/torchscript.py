@@ -35,7 +35,7 @@ class _Class:
 
 
 class _Classes:
-    """The declarations of classes in an archive, read when they are needed."""
+    """The classes that an archive declares in `code/`; an entry is read when it is needed."""
 
     def __init__(self, archive: Archive):
         self._archive = archive

@@ -174,7 +174,7 @@ def _shaped(
 def _check_copies(
     folders: Mapping[str, Path], kept: Mapping[str, LazyTensor], others: Mapping[str, LazyTensor]
 ) -> None:
-    """Raise unless tensors without optimizer state have the same shape in both places.
+    """Raise unless the converter's copies have the shapes of the tensors in the model state.
 
     Args:
         folders: name -> folder with the converter's copy.
@@ -235,7 +235,7 @@ def _step(folder: Path, records: Collection[str], read_optimizer: Callable[[], A
 
 
 def _states_in(optimizer: Any) -> Collection[Any]:
-    """Return the states of all groups in the content of `zero/optimizer_state.pt`."""
+    """Return the optimizer's states in `optimizer`, the content of `zero/optimizer_state.pt`."""
     held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
     states = held.get("state") if isinstance(held, Mapping) else None
     return states.values() if isinstance(states, Mapping) else ()

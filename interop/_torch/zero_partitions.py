@@ -318,8 +318,8 @@ def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) 
     """Locate a range of elements in consecutive flat tensors.
 
     Args:
-        offset: number of its first element, counted over all the flat tensors.
-        size: number of its elements.
+        offset: number of the range's first element, counted over all the flat tensors.
+        size: number of elements in the range.
         pieces: ((rank, group), number of elements) of each flat tensor.
     """
     fragments, begin = [], 0

@@ -20,7 +20,7 @@ _CODECS = {"float32": None, "int8": Int8(), "int4": Int4()}
 
 
 def check_positive(settings: object, *names: str, finite: bool = False) -> None:
-    """Raise `ValueError` unless these fields are None or above 0."""
+    """Raise `ValueError` unless the fields `names` are None or above 0 (`finite`: and finite)."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and (not value > 0 or (finite and math.isinf(value))):
@@ -83,7 +83,7 @@ class LocalOptions:
 
     @property
     def method(self) -> LocalSteps | None:
-        """The method of local steps; None if all nodes take each step together."""
+        """These options as a `LocalSteps`; None if all nodes take each step together."""
         if self.local_steps is None:
             return None
         momentum = self.outer_momentum or None  # with 0, optax would keep a trace of no use
@@ -279,7 +279,7 @@ class Run:
 
     @property
     def profiled_steps(self) -> range:
-        """Numbers of the steps to trace, from 1."""
+        """The steps to trace with the profiler, as a range of step numbers that count from 1."""
         if self.profile is None:
             return range(0)
         found = re.fullmatch(r"(\d+):(\d+)", self.profile)
@@ -297,7 +297,7 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Where this run writes."""
+        """The folder to which this run writes."""
         assert self.name is not None, "call `named` first"
         return self.runs / self.name
 
