@@ -269,8 +269,8 @@ class TorchCall:
         array: the first array of its output; None if it has none, or is not recorded.
         num_roundings: number of parameters that the model has used up to the end of this call, plus
             the number of calls of submodules without parameters.
-        longest_sum: number of terms of the longest sum over the inputs or features of one of these
-            parameters.
+        longest_sum: the largest number of terms that an output of these parameters sums: inputs of
+            a linear layer, or features of a norm.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Families of models in Hugging Face directories: how each reads its config and names tensors.
+"""Describe families of models in Hugging Face directories: their configs, and names of tensors.
 
-A family of decoders joins the tables of `jaxzero.models` (configuration) with those of
-`decoder_rules` (names). Users add families as subclasses of `DecoderFamily`. A new family of
-encoders is a row of `ENCODERS`.
+A built-in family of decoders reads `config.json` by a table of `jaxzero.models`, and takes names of
+tensors from a table of `decoder_rules`. Users add families as subclasses of `DecoderFamily`. A new
+family of encoders is added as a row of `ENCODERS`.
 """
 
 import abc
@@ -108,7 +108,7 @@ class DecoderFamily(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _KnownDecoders(DecoderFamily):
-    """A built-in family of decoders, with a row in `jaxzero.models` and in `decoder_rules`."""
+    """A built-in family of decoders: reads config and names by tables (see the module)."""
 
     model_type: str
     buffers: tuple[str, ...]

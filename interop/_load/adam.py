@@ -5,8 +5,8 @@ has the shape of its parameter, so the rules that map the parameter also map the
 moves to JAX continues without a new warm-up.
 
 PyTorch counts steps for each parameter, and optax for each `ScaleByAdamState`. The count corrects
-the bias of the means: an update after t steps is multiplied by `sqrt(1 - beta2**t) / (1 -
-beta1**t)`.
+the bias of the means: after t steps, it multiplies an update by
+`sqrt(1 - beta2**t) / (1 - beta1**t)`.
 """
 
 import dataclasses
@@ -149,9 +149,9 @@ def _moved(
 
 
 def _is_counting(state: Any) -> bool:
-    """Return whether an optax state has a field `count` or another known counter of updates.
+    """Return whether an optax state has a counter: a field `count`, or one in `_COUNTER_OF`.
 
-    `_counts_updates` then says whether this counter counts all updates of the run.
+    The counter may count all updates of the run, or only some; `_counts_updates` tells which.
     """
     fields = getattr(type(state), "_fields", None)
     if fields is None and dataclasses.is_dataclass(type(state)):
@@ -194,8 +194,9 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         rules: the rules given to `load_into`.
 
     Raises:
-        ValueError: `opt_state` has no Adam state, or several of one parameter; its parameters are
-            not those of `tree`; or parameters of one tensor have taken different steps.
+        ValueError: `opt_state` has no Adam state, or two Adam states for one parameter; its
+            parameters are not those of `tree`; or a tensor of the checkpoint comes from parameters
+            that have taken different numbers of steps.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = _adam_states(opt_state)

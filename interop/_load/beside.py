@@ -31,7 +31,7 @@ def with_optimizer(
 
     Args:
         checkpoint: the opened checkpoint.
-        path: its file or directory; a directory may hold the optimizer's file.
+        path: the checkpoint's file or directory; a directory may hold the optimizer's file.
         given: the optimizer's file; None to look for one in the directory.
         records: full names of classes that a pickle may name; they are not imported.
 
@@ -119,7 +119,8 @@ def _model_of_transformers(directory: Path, kind: str, num_tensors: int) -> Any:
         num_tensors: tensors in the checkpoint; a config with more layers than this is refused.
 
     Raises:
-        ValueError: transformers has no such class, or the config has too many layers."""
+        ValueError: transformers has no such class, or the config has too many layers.
+    """
     import torch
     import transformers
 

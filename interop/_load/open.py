@@ -2,8 +2,7 @@
 
 A `CheckpointForm` says whether a path is a checkpoint of its form, and opens it as tensors by name.
 It recognizes a checkpoint by the names of files. Their content is read only by the form that
-recognized it. Forms
-that a user has added are tried before those of this module.
+recognized it. Forms that a user has added are tried before those of this module.
 """
 
 import abc
@@ -240,15 +239,17 @@ def open_checkpoint(
 
     Returns:
         The tensors by name, without the components that `torch.compile`, FSDP and activation
-        checkpointing add (`_orig_mod` and others). Of DeepSpeed these are the float32 parameters
-        that the optimizer updates. `checkpoint.adam()` gives the state of Adam, if there is one.
+        checkpointing add (`_orig_mod` and others). For DeepSpeed, the tensors are the float32
+        parameters that the optimizer updates. `checkpoint.adam()` gives the state of Adam, if there
+        is one.
 
     Raises:
         TypeError: `path` is not a path.
         ValueError: there is no checkpoint, or it is incomplete, broken, or would run code, or
             `key` is given where there is one state dict. The file and the tensor are named. Nothing
             was run.
-        NotImplementedError: tensors were cut in a way that is not read here.
+        NotImplementedError: tensors were divided between processes in a way that is not supported,
+            such as DeepSpeed's tensor parallelism in a checkpoint that is not universal.
 
     Example:
         >>> checkpoint = interop.open_checkpoint("runs/7b")

@@ -109,7 +109,8 @@ def _possible_groups(
 def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
     """Return the lengths of the stack that modules form; None if an index from 0 on has none.
 
-    `members` maps the indices in the stack to modules. There is one length for each index."""
+    `members` maps the indices in the stack to modules. There is one length for each index.
+    """
     counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
     return counts if math.prod(counts) == len(members) > 1 else None
 
@@ -187,7 +188,8 @@ def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Ru
 
     Args:
         rules: rules that name weights introduced by `with_weights`.
-        normed: name of such a weight -> how it is computed."""
+        normed: name of such a weight -> how it is computed.
+    """
     derived = []
     for rule in rules:
         pattern = pattern_of(rule.theirs[0])  # of a stack, or a name
@@ -199,9 +201,10 @@ def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Ru
 
 
 def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | None]:
-    """List each `dim` for which `WeightNorm(dim)` has norms of shape `norms`.
+    """List each `dim` for which `WeightNorm(dim)` gives the shape `norms` to the norms of a weight.
 
-    There are several such `dim` if a dimension has size 1; all of them give the same weight.
+    `directions` is the shape of the weight. There are several such `dim` if a dimension has size 1;
+    all of them give the same weight.
     """
     dims: list[int | None] = [None, *range(len(directions))]
     return [dim for dim in dims if WeightNorm(dim).norms_of(directions) == norms]

@@ -69,7 +69,7 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 def flattened(
     decided: Decided, given: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
-    """Ask about the linear layers that may read or make a flattened image, and norms beside them.
+    """Find linear layers that may read or make a flattened image, and norms over such an image.
 
     Args:
         decided: pairs of modules, with the steps of each role.
@@ -119,7 +119,7 @@ class _Image(NamedTuple):
     def channels_last(self, dim: int, num_dims: int) -> Steps:
         """Return steps that reorder dimension `dim` of `num_dims` from channels first to last.
 
-        There are none if the dimension holds other numbers besides the image.
+        The result is `()` if the dimension holds other numbers besides the image.
         """
         if self.size % self.channels:
             return ()
@@ -167,8 +167,8 @@ class _Line:
         """Find the linear layers that may read the flattened image of a convolution.
 
         Returns:
-            Name of a linear layer -> (convolution, whether it is sure). If it is sure, the rule
-            that reorders is proposed; if not, the plain rule, as the inputs may be something else.
+            Name of a linear layer -> (convolution, whether the layer surely reads its image). If
+            so, the rule that reorders inputs is proposed; if not, the plain rule.
         """
         first = self._place[self._convolutions[0].name]
         channels = {x.outputs for x in self._convolutions}
@@ -205,7 +205,7 @@ class _Line:
         return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
 
     def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
-        """Map each input size to the place of the last linear layer with it, except `reads`."""
+        """Return number of inputs -> place of the last linear layer, not in `reads`, with it."""
         if not hasattr(self, "_readers"):
             linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
             self._readers = {x.inputs: self._place[x.name] for x in linear}
@@ -244,7 +244,7 @@ def _before(
         images: what `images_read` has found for linear layers before `linear`.
 
     Returns:
-        The convolution, and whether it is sure; or None.
+        The convolution, and whether `linear` surely reads its image; or None.
     """
     size, is_sure, beside = linear.inputs, True, None
     for layer in earlier:
@@ -314,7 +314,7 @@ def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str,
 def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
-    """Ask whether queries and keys are to be reordered between halves and interleaved pairs.
+    """Find queries and keys whose rotary pairs checkpoint and model may lay out differently.
 
     There are questions only if names in `shapes` (the checkpoint's) or `paths` (the model's) are
     Meta's. Return path of a parameter -> question.

@@ -88,7 +88,7 @@ class Rule:
 
 
 def rules_in(rules: Any) -> tuple[Rule, ...]:
-    """Return rules as a tuple; raise `ValueError` for a single rule, or anything else."""
+    """Return a collection of rules as a tuple; raise `ValueError` if `rules` is not one."""
     given = tuple(rules) if isinstance(rules, Iterable) else ()
     if not isinstance(rules, Iterable) or not all(isinstance(each, Rule) for each in given):
         raise ValueError(f"`rules` must be a list or tuple of `interop.Rule`s; got {rules!r}.")

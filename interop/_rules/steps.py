@@ -97,7 +97,7 @@ class _Sized(Step):
 
 
 class _Parts(_Sized):
-    """Base class of steps that split a tensor along a dimension, or concatenate several.
+    """Base class of steps that split a tensor along a dimension, or concatenate tensors along it.
 
     The dimension consists of `num_heads` equal blocks, and a step splits or concatenates block by
     block.

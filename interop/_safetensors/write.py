@@ -177,7 +177,7 @@ def save_tensors(
 
 
 def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict[str, LazyTensor]]:
-    """Distribute tensors over files in the order of names, each file with at most `max_bytes`.
+    """Distribute tensors over files in the order of names, filling each file up to `max_bytes`.
 
     Returns:
         Name of a file -> its tensors by name.

@@ -66,7 +66,7 @@ class ShardedTensor(LazyTensor):
 
 
 class _OwnShards(ShardedTensor):
-    """The shards of this process, as a tensor of which boxes are read without a collective."""
+    """A view of a sharded array that reads boxes of this process's shards, without a collective."""
 
     @property
     def collective(self) -> bool:
@@ -87,8 +87,8 @@ def _cut_unsplit(
     """Slice an array on the devices, along the dimensions that are not sharded.
 
     For example, if one layer of a stack is read, the slice drops the other layers before any
-    transfer to the host. The sliced
-    dimensions are complete on every device, so slicing needs no communication.
+    transfer to the host. The sliced dimensions are complete on every device, so slicing needs no
+    communication.
 
     Returns:
         The sliced array, and the slices of it that are left to be read.

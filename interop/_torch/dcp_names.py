@@ -74,9 +74,10 @@ def state_entry(path: Path) -> StateEntry | None:
 
 
 def _flat_entry(path: Path, part: str) -> StateEntry | None:
-    """Divide a path whose last key is `PART.NAME.KEY`; None for any other path.
+    """Divide a path whose last key is `PART.NAME.KEY`; return None for any other path.
 
-    If the saved dict was not flattened, the path is one key, the name `ABOVE.PART.NAME.KEY`.
+    `part` is PART: "state" or "param_groups". If the saved dict was not flattened, the path is one
+    key, the name `ABOVE.PART.NAME.KEY`.
     """
     last = str(path[-1]) if path else ""
     begin = re.search(r"(?:^|\.)(state|param_groups)\.", last)
@@ -221,8 +222,9 @@ def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
 def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
     """Return whether the dict at path `above` may hold all `trained` parameters.
 
-    `DistributedDataParallel` puts `module.` before names, but functions of PyTorch that save an
-    optimizer's state leave it out; so the names may differ in this prefix.
+    Names in the dict may have a prefix `module.` that `trained` names lack:
+    `DistributedDataParallel` adds it to a model's names, and PyTorch's functions for optimizer
+    states drop it.
 
     Args:
         trained: plain names of the trained parameters.
@@ -249,7 +251,7 @@ def read_moments(
 
     Args:
         states: path of each optimizer -> parameter -> its state.
-        objects: path -> reads the pickled object there.
+        objects: path -> function that reads the pickled object at this path.
         tensors: tensors of the model by name.
         where: the directory, for messages.
         names: names of the parameters in the optimizer's order, if it identifies them by number.

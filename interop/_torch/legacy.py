@@ -112,7 +112,8 @@ class LegacyFile:
     def _note(self, pid: tuple) -> Any:
         """Record the number of elements and the dtype of a storage, while the object is first read.
 
-        `pid` is the persistent id by which the object refers to the storage."""
+        `pid` is the persistent id by which the object refers to the storage.
+        """
         if pid[0] == "module":
             return pid[1]
         _, of, key, _, count, _ = pid  # `_Reader` checks them

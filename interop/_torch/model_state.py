@@ -79,7 +79,7 @@ class ModelState:
     def tensors(self, *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
         """Return the tensors in `module` whose names are not in `leaving_out`.
 
-        With the trained parameters left out, these are buffers and untrained parameters.
+        If trained parameters are left out, the result holds buffers and untrained parameters.
         """
         return {
             name: called(name, value)

@@ -37,7 +37,7 @@ class ModelOrder(NamedTuple):
     Attributes:
         names: in the order of `model.parameters()`.
         decayed: names in the first of the Trainer's two groups, which has weight decay. None if
-            these names are not known, except that none of them contains "bias".
+            these names are not known; then the first group may hold any name without "bias".
     """
 
     names: Sequence[str]

@@ -121,7 +121,7 @@ class PickleMachine:
     def spend(self, work: int) -> None:
         """Charge `work` to the budget of the pickle; raise `UnpicklingError` when it is spent.
 
-        Work is counted in items that an operation reads, beyond those that the pickle writes out.
+        One unit of work is one item that an operation hashes or copies.
         """
         self._work -= work
         if self._work < 0:

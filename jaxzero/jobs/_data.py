@@ -104,7 +104,7 @@ def is_held_out(module: str) -> bool:
 
 
 def pairs_in(source: str, module: str) -> Iterator[Pair]:
-    """Yield a pair for each function of `source` with a docstring and a body worth finding.
+    """Yield a pair for each function of `source` whose docstring and body are long enough.
 
     Source that is not valid Python for this interpreter yields nothing: trees of Python files
     contain templates and files for other versions.

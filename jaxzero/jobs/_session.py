@@ -3,8 +3,8 @@
 A run begins at step 0, or goes on from its last checkpoint. The wire state is saved separately,
 since a run can resume without it. It is saved before the checkpoint of its step, and after the
 previous checkpoint is complete. So that every checkpoint keeps its wire state, one more wire state
-than checkpoints is kept. When a run is
-resumed, wire states of steps after its checkpoint are deleted.
+than checkpoints is kept. When a run is resumed, wire states of steps after its checkpoint are
+deleted.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class State:
 
     @property
     def trees(self) -> dict[str, Any]:
-        """Name -> tree of arrays, such as "params", for all arrays of the state."""
+        """All arrays of the state, as a dict from names, such as "params", to trees of arrays."""
         named = {name: getattr(self, name) for name in ("params", "opt_state", "wire_state")}
         return {**named, **self.exchange}
 

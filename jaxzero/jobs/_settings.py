@@ -99,8 +99,8 @@ class LocalOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """What it is trained on: for an encoder pairs of a docstring and the body that it describes,
-    from a tree of Python files; for a decoder the text of all files in a folder."""
+    """What the model is trained on: for an encoder, pairs of a docstring and the body that it
+    describes, from a tree of Python files; for a decoder, the text of all files in a folder."""
 
     data: Directory = None
     """Folder with the files. Left out, the standard library of the Python that runs the job."""
@@ -115,7 +115,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Where it runs."""
+    """The devices on which the job runs."""
 
     nodes: Annotated[int | None, arg(metavar="INT")] = None
     """Groups that the devices form; links between groups are taken to be the slow ones. Left out,
@@ -173,8 +173,8 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """How it learns: AdamW, gradients clipped to norm 1. The loss of an encoder is contrastive, in
-    both directions; that of a decoder is the cross-entropy of the next token."""
+    """How the model is trained: AdamW, gradients clipped to norm 1. The loss of an encoder is
+    contrastive, in both directions; that of a decoder is the cross-entropy of the next token."""
 
     steps: int = 32
     """Optimizer steps in all, those before a resume included."""
@@ -292,7 +292,7 @@ class Run:
         return range(first, last + 1)
 
     def named(self) -> "Run":
-        """These settings, with the date and time for a name if it has none."""
+        """These settings; if they have no name, the date and time become the name."""
         return dataclasses.replace(self, name=self.name or time.strftime("%Y%m%d-%H%M%S"))
 
     @property

@@ -57,10 +57,10 @@ def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
 
 
 def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
-    """Make the jitted round, a function of the state (donated) and `every` stacked batches.
+    """Make the jitted round: `(state, batches) -> (next state, metrics)`; the state is donated.
 
-    The round returns the next state, and the metrics of each step. A metric is the mean over nodes;
-    for numbers of skipped steps it is the largest of any node.
+    `batches` are the batches of a round's steps, stacked along a new first dimension. The metrics
+    are those of each step: means over nodes, or, for numbers of skipped steps, the largest.
     """
     options = _options(setup, local_steps=True)
     run = jax.jit(rounds, donate_argnums=0, compiler_options=options)

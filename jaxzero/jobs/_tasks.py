@@ -60,7 +60,7 @@ class Task(abc.ABC):
     Attributes:
         checkpoint: the folder of the Hugging Face checkpoint.
         loaded: the config, graph and tensors of the checkpoint.
-        num_tokens: tokens of a text.
+        num_tokens: tokens of a row: texts are cut or padded to this length.
         unit: what a row of a batch is called.
         title: the title of the table of scores.
         scores: the class of the scores.

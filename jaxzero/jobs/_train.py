@@ -130,7 +130,10 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
 
 
 def _noted(journal: Journal, task: Task, seconds: float) -> Scores | None:
-    """Read the scores before training from process 0's journal; return None if it has none."""
+    """Read the scores before training from process 0's journal; return them on all processes.
+
+    Return None if the journal has none. `seconds` is how long a process waits for process 0.
+    """
     first_row = journal.rows("evaluation")[:1] if process_index() == 0 else []
     rows = json.loads(of_first("before training", json.dumps(first_row), seconds))
     return task.scores(**{name: rows[0][name] for name in task.labels}) if rows else None
