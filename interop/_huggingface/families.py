@@ -93,7 +93,7 @@ class DecoderFamily(abc.ABC):
         return Decoder(config, rngs=rngs)
 
     def rules_for(self, config: DecoderConfig, names: Iterable[str]) -> tuple[Rule, ...]:
-        """Return `rules` as they apply to a config and to one checkpoint.
+        """Adapt the rules of `rules` to stacked layers, and to the names in one checkpoint.
 
         If the config scans its layers, the rules are for stacked layers. If the `names` in the
         checkpoint lack a prefix such as `model.`, the rules lack it too.

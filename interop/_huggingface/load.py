@@ -313,10 +313,10 @@ def _check_counts(
 
 
 def _kinds(rules: Iterable[Rule]) -> dict[str, list[str]]:
-    """Say what each number in the names of tensors counts: layers or experts.
+    """Return pattern of tensor names -> what each number in these names counts.
 
-    Names that differ only in numbers share a pattern, with `{}` for each number. For example, the
-    pattern `h.{}.experts.{}.weight` is mapped to `["layer", "expert"]`.
+    A pattern has `{}` for each number. For example, the pattern `h.{}.experts.{}.weight` is mapped
+    to `["layer", "expert"]`.
     """
     return {
         _VARIABLE.sub("{}", theirs): [_COUNTED.get(name, "") for name in _VARIABLE.findall(theirs)]

@@ -156,7 +156,7 @@ def _refuse_key(form: str, path: Path, key: str | None) -> None:
 
 
 def adapter_in(path: Path) -> str | None:
-    """Return advice for a directory that holds an adapter of PEFT; None if it holds none.
+    """Say what to do with a directory that holds an adapter of PEFT; None if it holds none.
 
     The text completes a sentence of an error message that begins with the path.
     """

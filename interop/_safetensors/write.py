@@ -7,8 +7,8 @@ files, so no process holds more than its shards and one tensor, and nothing is s
 every process holds in full is written by one of them, in turn. The files are identical to those
 that the library writes.
 
-A box that does not span the last dimension is many short runs of bytes. Processes may write to the
-same block of a file, never to the same byte.
+A box that does not span the last dimension is written as many short runs of bytes. Two processes
+may write to the same block of a file, but never to the same byte.
 """
 
 import itertools

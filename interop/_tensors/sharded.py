@@ -84,14 +84,14 @@ def _is_in_host_memory(array: jax.Array) -> bool:
 def _cut_unsplit(
     array: jax.Array, inside: tuple[slice, ...]
 ) -> tuple[jax.Array, tuple[slice, ...]]:
-    """Slice an array on the devices, along the dimensions that are not sharded.
+    """Slice an array on the devices by those slices of `inside` whose dimensions are not sharded.
 
     For example, if one layer of a stack is read, the slice drops the other layers before any
     transfer to the host. The sliced dimensions are complete on every device, so slicing needs no
     communication.
 
     Returns:
-        The sliced array, and the slices of it that are left to be read.
+        The cut array; and the slices that are still to be taken from it, to get `inside`.
     """
     own = array.sharding.shard_shape(array.shape)
     starts, sizes, left = [], [], []

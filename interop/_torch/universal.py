@@ -235,7 +235,7 @@ def _step(folder: Path, records: Collection[str], read_optimizer: Callable[[], A
 
 
 def _states_in(optimizer: Any) -> Collection[Any]:
-    """Return the optimizer's states in `optimizer`, the content of `zero/optimizer_state.pt`."""
+    """Return the dicts of entries that `zero/optimizer_state.pt`, read as `optimizer`, holds."""
     held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
     states = held.get("state") if isinstance(held, Mapping) else None
     return states.values() if isinstance(states, Mapping) else ()

@@ -221,7 +221,7 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 
 
 def print_summary(session: Session, outcome: Outcome) -> None:
-    """Print scores, speed and bytes sent, and where the results are."""
+    """Print the scores, the speed, the bytes sent, and the folder with the results."""
     task, console, directory = session.setup.task, session.console, outcome.directory
     rows = session.journal.rows("step")
     table = Table(title=task.title, title_justify="left")

@@ -79,7 +79,7 @@ def _agreed(settings: Train) -> Train:
 
 
 def _export(session: Session, params: Any) -> float | None:
-    """Plot the curves, and write and check the PyTorch checkpoint (see `Task.export`)."""
+    """Plot the metrics, and write and check the PyTorch checkpoint; return as `Task.export`."""
     directory, held_out = session.settings.run.directory, session.examples.held_out
     task, zero = session.setup.task, session.setup.zero
     if process_index() == 0:
