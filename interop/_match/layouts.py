@@ -69,7 +69,7 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 def flattened(
     decided: Decided, given: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
-    """Find linear layers that may read or make a flattened image, and norms over such an image.
+    """Ask about linear layers that may read or make a flattened image, and norms over the image.
 
     Args:
         decided: pairs of modules, with the steps of each role.

@@ -108,7 +108,7 @@ def similarity(ours: Module, theirs: Module) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
-    """Return the weight of the words in both names, divided by that of the words in either."""
+    """Return the share of words in common, from 0 to 1; words with little meaning weigh less."""
     every, both = _weight(our_words | their_words), _weight(our_words & their_words)
     return both / every if every else 0.0
 

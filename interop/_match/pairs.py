@@ -237,7 +237,7 @@ def _claims(module: Module) -> set[tuple[str, int]]:
 
 
 def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, str]:
-    """Explain why no module of the checkpoint fits modules of the model, by single parameters.
+    """Explain, for parameters of the model, why no tensor of the checkpoint fits them.
 
     Args:
         ours: modules of the model for which the checkpoint has no module that fits.

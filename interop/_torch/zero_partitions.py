@@ -104,7 +104,7 @@ def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -
 
 
 def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
-    """Raise `ValueError` unless the flat tensors of a group have the sizes of stages 1 and 2.
+    """Raise `ValueError` unless a group's flat tensors have the sizes of stages 1 and 2.
 
     Args:
         total: elements of the group, with the paddings after its parameters.

@@ -60,7 +60,7 @@ class Session:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of a step of all nodes together; the first access traces the model."""
+        """The plan of a step, in a run without local steps; first use traces the model."""
         assert self.rounds is None
         return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
 
@@ -83,14 +83,14 @@ class State:
 
     @classmethod
     def of_local(cls, step: int, local: LocalState) -> "State":
-        """Make the training state of a run with local steps from the state of its rounds."""
+        """Make the state after `step` steps from a `LocalState`, in a run with local steps."""
         fields = {x.name: getattr(local, x.name) for x in dataclasses.fields(local)}
         params, opt_state = fields.pop("params"), fields.pop("opt_state")
         return cls(step=step, params=params, opt_state=opt_state, wire_state=None, exchange=fields)
 
     @property
     def local(self) -> LocalState:
-        """The state of the rounds: the `LocalState` that was given to `of_local`."""
+        """This state as a `LocalState`, in a run with local steps; the inverse of `of_local`."""
         return LocalState(params=self.params, opt_state=self.opt_state, **self.exchange)
 
 
