@@ -224,7 +224,7 @@ class Names:
 
 
 def _check_gradient(requires_grad: Any, dtype: Any) -> None:
-    """Raise unless `requires_grad` is a bool, and False for a tensor of integers, as in PyTorch."""
+    """Raise if `requires_grad` is no bool, or if it is True for a tensor of integers."""
     real = not isinstance(dtype, np.dtype) or dtype.kind in "fcV"  # V: bfloat16, float8
     if type(requires_grad) is not bool or (requires_grad and not real):
         raise pickle.UnpicklingError(f"requires_grad={shown(requires_grad)} of {shown(dtype)}")

@@ -107,9 +107,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """Log to a run of a Weights & Biases project.
 
-    The id of that run is a file in the training run's folder, so a resumed job continues the same
-    run. The steps that it repeats are not discarded: Weights & Biases ignores steps that it already
-    has, and their values are the same bit for bit.
+    A file in the job's folder holds the id of the W&B run, so a resumed job continues this run.
+    Rows of steps that the job repeats stay: Weights & Biases ignores a step that it already has,
+    and a repeated step has the same values, bit for bit.
     """
 
     def __init__(self, project: str, directory: Path, config: Mapping[str, Any]):

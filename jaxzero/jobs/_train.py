@@ -79,7 +79,7 @@ def _agreed(settings: Train) -> Train:
 
 
 def _export(session: Session, params: Any) -> float | None:
-    """Plot the metrics, and write and check the PyTorch checkpoint; return as `Task.export`."""
+    """Plot the metrics, and export the parameters; return the result of `Task.export`."""
     directory, held_out = session.settings.run.directory, session.examples.held_out
     task, zero = session.setup.task, session.setup.zero
     if process_index() == 0:
