@@ -40,7 +40,7 @@ class AdamMoments:
 
     @property
     def steps_text(self) -> str:
-        """The number of steps as text; `3 steps (fewer of 2 parameters)` if two have taken fewer."""
+        """The number of steps as text; `3 steps (fewer of 2 parameters)` if two took fewer."""
         return f"{self.step} steps" + (
             f" (fewer of {len(self.steps)} parameters)" if self.steps else ""
         )
