@@ -167,8 +167,8 @@ def _submodules(
 ) -> list[ComparedOutput]:
     """Compare the outputs of submodules; return a row for each call, in PyTorch's order.
 
-    Names of submodules that were not compared are added to `alone`: PyTorch's to its first list,
-    the JAX model's to its second.
+    Names of submodules that were not compared are added to the lists in `alone`: names of PyTorch
+    to the first list, names of the JAX model to the second.
 
     Args:
         names: the argument `submodules` of `compare`.
@@ -303,8 +303,8 @@ def _row(
 def _in_shape_of(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray | None:
     """Reshape PyTorch's output to the shape of ours; return None if the two cannot be compared.
 
-    PyTorch's output is returned unchanged if ours broadcasts to it. Ours may have size 1 where, for
-    example, embeddings of positions are computed once for all rows.
+    PyTorch's output is returned unchanged if ours broadcasts to it. For example, our
+    embeddings of positions may have size 1 in the dimension of rows, being equal for all rows.
     """
     if ours.size == theirs.size:
         return theirs.reshape(ours.shape)

@@ -105,8 +105,8 @@ def pairs_of(
 def _of_parameters(rules: Iterable[Rule], dims: Mapping[str, int]) -> list[Rule]:
     """Turn rules of parameters into rules of the modules that hold the parameters.
 
-    Rules of biases come first, so that they win over the rules of weights. The steps of a bias
-    concern features only, and so they also fit outputs.
+    Rules of biases come first, so that they win over the rules of weights. A bias has only the
+    dimension of features, so the steps of its rule can also be applied to an output.
     """
     rules_of_modules: list[tuple[bool, Rule]] = []
     for rule in rules:

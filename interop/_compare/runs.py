@@ -1,10 +1,10 @@
 """Run a function of JAX and a module of PyTorch, and record the outputs of their submodules.
 
-PyTorch has hooks for this. Flax NNX, Equinox and plain classes have no common way to record, so the
-`__call__` of their classes is replaced while the function runs. A submodule is recognised by the
-arrays that it holds, since `nnx.merge` and `eqx.combine` make new objects with the same arrays.
-Inside a `scan` or `nnx.vmap` over layers these arrays are tracers, so submodules called there are
-not recorded.
+PyTorch has hooks that record outputs. Flax NNX, Equinox and plain classes have no common way to
+record, so the `__call__` of their classes is replaced while the function runs. A submodule is
+recognised by the arrays that it holds, since `nnx.merge` and `eqx.combine` make new objects with
+the same arrays. Inside a `scan` or `nnx.vmap` over layers these arrays are tracers, so submodules
+called there are not recorded.
 """
 
 import contextlib
@@ -267,10 +267,10 @@ class TorchCall:
     Attributes:
         name: name of the submodule.
         array: the first array of its output; None if it has none, or is not recorded.
-        num_roundings: number of parameters, and of calls without parameters, that the model has
-            used up to the end of this call.
-        longest_sum: number of terms of the longest sum over the inputs or features of one of these
-            parameters.
+        num_roundings: number of parameters that the model has used up to the end of this call, plus
+            the number of calls of submodules without parameters.
+        longest_sum: the largest number of terms that an output of these parameters sums: inputs of
+            a linear layer, or features of a norm.
     """
 
     name: str
@@ -321,7 +321,7 @@ def run_torch(module: Any, inputs: Any, *, record: bool) -> tuple[Any, list[Torc
 
 
 def _summed(parameter: Any) -> int:
-    """Return how many terms one output sums: inputs of a linear layer, or features of a norm."""
+    """Return how many terms each output sums: inputs of a linear layer, or features of a norm."""
     return math.prod(parameter.shape[1:]) if parameter.ndim > 1 else parameter.numel()
 
 

@@ -1,8 +1,8 @@
-"""Families of models in Hugging Face directories: how each reads its config and names tensors.
+"""Describe families of models in Hugging Face directories: their configs, and names of tensors.
 
-A family of decoders joins the tables of `jaxzero.models` (configuration) with those of
-`decoder_rules` (names). Users add families as subclasses of `DecoderFamily`. A new family of
-encoders is a row of `ENCODERS`.
+A built-in family of decoders reads `config.json` by a table of `jaxzero.models`, and takes names of
+tensors from a table of `decoder_rules`. Users add families as subclasses of `DecoderFamily`. A new
+family of encoders is added as a row of `ENCODERS`.
 """
 
 import abc
@@ -93,7 +93,7 @@ class DecoderFamily(abc.ABC):
         return Decoder(config, rngs=rngs)
 
     def rules_for(self, config: DecoderConfig, names: Iterable[str]) -> tuple[Rule, ...]:
-        """Return `rules` as they apply to a config and to one checkpoint.
+        """Adapt the rules of `rules` to stacked layers, and to the names in one checkpoint.
 
         If the config scans its layers, the rules are for stacked layers. If the `names` in the
         checkpoint lack a prefix such as `model.`, the rules lack it too.
@@ -102,13 +102,13 @@ class DecoderFamily(abc.ABC):
         return without_prefix(stacked(rules) if config.scan_layers else rules, names)
 
     def ignored(self, config: DecoderConfig) -> tuple[str, ...]:
-        """Return patterns of tensors that are not read: buffers, and a head that is tied."""
+        """Return patterns for names of tensors that loading skips: buffers, and a tied head."""
         return (*self.buffers, self.head) if config.tied_head else self.buffers
 
 
 @dataclasses.dataclass(frozen=True)
 class _KnownDecoders(DecoderFamily):
-    """A built-in family of decoders, with a row in `jaxzero.models` and in `decoder_rules`."""
+    """A built-in family of decoders: reads config and names by tables (see the module)."""
 
     model_type: str
     buffers: tuple[str, ...]

@@ -26,9 +26,9 @@ def linear(ours: str, theirs: str) -> tuple[Rule, ...]:
 
 
 def fused(ours: Iterable[str], theirs: str, split: Step) -> tuple[Rule, ...]:
-    """Return the rules of linear layers that are one layer `theirs` in the checkpoint.
+    """Return the rules of linear layers that the checkpoint fuses into one layer, `theirs`.
 
-    `split` divides the outputs of that layer among the modules `ours`.
+    The step `split` divides the outputs of the fused layer among the modules `ours`.
     """
     ours = tuple(ours)
     return (

@@ -67,7 +67,8 @@ def load_decoder(
 ) -> LoadedDecoder:
     """Open the checkpoint of a decoder; pass `params` to `zero.shard` to read the tensors.
 
-    If the head is tied to the embeddings but also stored in the file, both are read and compared.
+    If the head is tied to the embeddings but also stored in the file, head and embeddings are read
+    and compared.
 
     Args:
         directory: holds `config.json` and weights in a form that `open_checkpoint` reads, such as
@@ -154,8 +155,8 @@ def export_encoder(
 ) -> Path:
     """Write parameters as a directory that `transformers` loads.
 
-    `sentence-transformers` loads it as well if it is an encoder of text. The write is atomic, as in
-    `save_tensors`.
+    `sentence-transformers` loads it as well if the model is an encoder of text. The write is
+    atomic, as in `save_tensors`.
 
     Args:
         params: the tree of `load_encoder` with full arrays, or shards from `zero.shard`.
@@ -281,11 +282,11 @@ def _check_tied(checkpoint: Checkpoint, params: Any, name: str) -> None:
 def _check_counts(
     rules: Iterable[Rule], checkpoint: Checkpoint, config: Any, directory: Path | str
 ) -> None:
-    """Raise if `config.json` says more layers or experts than the checkpoint has tensors of.
+    """Raise if `config.json` claims more layers or experts than the checkpoint has tensors for.
 
-    Building a model takes time and memory for each layer, and naming its tensors for each expert.
-    So a wrong count is refused before the model is built: the names of tensors are in the headers
-    of the files.
+    A wrong count is refused before the model is built, since building it would take time and
+    memory for each claimed layer and expert. The names of the tensors that exist are read from the
+    headers of the files.
     """
     experts = getattr(config, "experts", None)
     counts = {"layer": config.num_layers, "expert": experts.num_experts if experts else 0}
@@ -312,9 +313,10 @@ def _check_counts(
 
 
 def _kinds(rules: Iterable[Rule]) -> dict[str, list[str]]:
-    """Map the pattern of each tensor name, with `{}` for numbers, to what its numbers count.
+    """Return pattern of tensor names -> what each number in these names counts.
 
-    For example, `h.{}.experts.{}.weight` is mapped to `["layer", "expert"]`.
+    A pattern has `{}` for each number. For example, the pattern `h.{}.experts.{}.weight` is mapped
+    to `["layer", "expert"]`.
     """
     return {
         _VARIABLE.sub("{}", theirs): [_COUNTED.get(name, "") for name in _VARIABLE.findall(theirs)]

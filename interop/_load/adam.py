@@ -1,10 +1,12 @@
 """Convert the state of Adam between PyTorch and optax.
 
-Both keep two running means per parameter and a number of steps. The rules that map a parameter
-therefore also map its means, and a run that moves to JAX continues without a new warm-up.
+Both libraries keep two running means per parameter (the moments) and a number of steps. A moment
+has the shape of its parameter, so the rules that map the parameter also map the moment. A run that
+moves to JAX continues without a new warm-up.
 
-PyTorch counts steps for each parameter, and optax for each Adam. The count corrects the bias of the
-means: an update after t steps is multiplied by `sqrt(1 - beta2**t) / (1 - beta1**t)`.
+PyTorch counts steps for each parameter, and optax for each `ScaleByAdamState`. The count corrects
+the bias of the means: after t steps, it multiplies an update by
+`sqrt(1 - beta2**t) / (1 - beta1**t)`.
 """
 
 import dataclasses
@@ -63,9 +65,9 @@ def load_adam(
     devices.
 
     A parameter may have taken fewer steps than others, such as one of a layer that was added late.
-    An Adam of optax has one count of steps for all its parameters, which is set to the number of
-    steps that they have taken. To keep different numbers, give parameters with equal numbers an
-    Adam of their own (`optax.partition`). Counters of schedules get the largest number.
+    An Adam of optax has one count of steps for all its parameters. If the parameters have taken
+    different numbers of steps, pass `steps`, or use `optax.partition` to give the parameters with
+    equal numbers an Adam of their own. Counters of schedules get the largest number.
 
     The states of `optax.radam`, `optax.yogi` and `optax.adamax` are of Adam's type and are replaced
     as well; `nu` of `adamax` is a maximum, so do not load Adam's into it.
@@ -147,9 +149,9 @@ def _moved(
 
 
 def _is_counting(state: Any) -> bool:
-    """Return whether a state has a field `count` or another known counter.
+    """Return whether an optax state has a counter: a field `count`, or one in `_COUNTER_OF`.
 
-    The counter may count the updates of the run, or something else; see `_counts_updates`.
+    The counter may count all updates of the run, or only some; `_counts_updates` tells which.
     """
     fields = getattr(type(state), "_fields", None)
     if fields is None and dataclasses.is_dataclass(type(state)):
@@ -165,7 +167,8 @@ def _counts_updates(state: Any, stops: Callable[[Any], bool]) -> str | None:
 
     Args:
         state: a state for which `_is_counting` is true.
-        stops: whether an object inside `state` is a state of its own, which is not looked into.
+        stops: returns True for an object inside `state` that is a state of its own; arrays in such
+            an object are not looked for.
     """
     if type(state) in _COUNTER_OF:
         return _COUNTER_OF[type(state)]
@@ -191,8 +194,9 @@ def adam_from(opt_state: Any, tree: Any, *, rules: Iterable[Rule]) -> AdamMoment
         rules: the rules given to `load_into`.
 
     Raises:
-        ValueError: `opt_state` has no Adam state, or several of one parameter; its parameters are
-            not those of `tree`; or parameters of one tensor have taken different steps.
+        ValueError: `opt_state` has no Adam state, or two Adam states for one parameter; its
+            parameters are not those of `tree`; or a tensor of the checkpoint comes from parameters
+            that have taken different numbers of steps.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).leaves.items()}
     states = _adam_states(opt_state)
@@ -317,7 +321,7 @@ def _steps_of_names(
 def _steps_of_paths(
     rules: Iterable[Rule], shapes: Shapes, moments: AdamMoments
 ) -> dict[str, set[int]]:
-    """Map the path of each parameter to the numbers of steps that its tensors have taken."""
+    """Return path -> set of step counts, over the tensors that each parameter is made from."""
     return {
         path: {moments.steps.get(name, moments.step) for name in chain(*use.theirs.values())}
         for use in uses_of(rules, shapes)
@@ -361,9 +365,10 @@ def _counts_of(
 
 
 def _different_steps(path_of: Mapping[int, str], betas: tuple[float, float]) -> str:
-    """Return the message of the error that parameters of one Adam have taken different steps.
+    """Return an error message: the parameters of one Adam have taken different numbers of steps.
 
-    It says by which factor each choice of one count would multiply the next update.
+    For the least and the greatest of these numbers, the message says by which factor choosing it
+    would multiply a parameter's next update.
 
     Args:
         path_of: number of steps -> path of a parameter that has taken them.

@@ -2,9 +2,9 @@
 
 The Trainer of transformers writes `optimizer.pt` into `checkpoint-N`, and Accelerate's `save_state`
 writes `optimizer.bin`. Both hold `optimizer.state_dict()`, which identifies parameters by number.
-The numbers follow the order of the model's parameters. A safetensors file sorts its tensors by
-name, so it does not have that order; transformers knows it, if `config.json` names one of its
-classes.
+The numbers follow the order of the model's parameters. A safetensors file does not show this order,
+since it sorts its tensors by name. So, if `config.json` names a model class of transformers, that
+model is built without data, and its parameters are listed.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def with_optimizer(
 
     Args:
         checkpoint: the opened checkpoint.
-        path: its file or directory; a directory may hold the optimizer's file.
+        path: the checkpoint's file or directory; a directory may hold the optimizer's file.
         given: the optimizer's file; None to look for one in the directory.
         records: full names of classes that a pickle may name; they are not imported.
 
@@ -111,7 +111,16 @@ def _order(checkpoint: Checkpoint, directory: Path) -> ModelOrder:
 
 
 def _model_of_transformers(directory: Path, kind: str, num_tensors: int) -> Any:
-    """Build the model that a `config.json` describes on PyTorch's meta device, without data."""
+    """Build the model that `config.json` describes on PyTorch's meta device, without data.
+
+    Args:
+        directory: the folder with `config.json`.
+        kind: name of the model's class in transformers.
+        num_tensors: tensors in the checkpoint; a config with more layers than this is refused.
+
+    Raises:
+        ValueError: transformers has no such class, or the config has too many layers.
+    """
     import torch
     import transformers
 

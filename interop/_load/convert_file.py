@@ -40,8 +40,9 @@ def write_checkpoint(
             forms hold tensors alone, and ignore it.
 
     Raises:
-        ValueError: `form` is no form, or `path` is a file where a directory is needed or vice
-            versa, or is a directory that holds other files than a checkpoint's.
+        ValueError: `form` is none of these three; or `path` is a file where a directory is needed,
+            a directory where a file is needed, or a directory that holds other files than a
+            checkpoint's.
         ImportError: the form needs PyTorch, which is not installed.
         OSError: the file system refuses, or is full. Nothing is left behind.
     """
@@ -81,7 +82,7 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _errors_of_files() -> Iterator[None]:
-    """Replace an error of PyTorch by the error of the file system that caused it.
+    """Replace an error that PyTorch raises in the `with` body by the `OSError` that caused it.
 
     When a disk is full, `torch.save` fails once more while it closes its archive, and reports only
     the second failure ("unexpected pos"). `torch.distributed.checkpoint` wraps errors in a
@@ -125,7 +126,7 @@ def check_copy(tensors: Mapping[str, LazyTensor], path: Path | str) -> None:
 
 
 def to_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Read tensors into PyTorch tensors, bit for bit."""
+    """Read lazy tensors into tensors of PyTorch with the same bits, by name."""
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
             raise ValueError(

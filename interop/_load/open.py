@@ -1,8 +1,8 @@
 """Open a checkpoint of any known form: the forms are tried one after the other.
 
 A `CheckpointForm` says whether a path is a checkpoint of its form, and opens it as tensors by name.
-It decides by the names of files; their content is read only when the form has been chosen. Forms
-that a user has added are tried before those of this module.
+It recognizes a checkpoint by the names of files. Their content is read only by the form that
+recognized it. Forms that a user has added are tried before those of this module.
 """
 
 import abc
@@ -103,7 +103,7 @@ class DeepSpeed(CheckpointForm):
 
 
 class TorchSave(CheckpointForm):
-    """The form of `torch.save`: a file, or a directory with one or with parts and their index."""
+    """The form of `torch.save`: a file, or a directory that holds one file or an index of parts."""
 
     name = "torch.save"
 
@@ -126,7 +126,7 @@ class TorchSave(CheckpointForm):
 
 
 class Safetensors(CheckpointForm):
-    """The form of safetensors: a file, or a directory with one or with parts and their index."""
+    """The form of safetensors: a file, or a directory that holds one file or an index of parts."""
 
     name = "safetensors"
 
@@ -156,9 +156,9 @@ def _refuse_key(form: str, path: Path, key: str | None) -> None:
 
 
 def adapter_in(path: Path) -> str | None:
-    """Return advice for a directory that holds an adapter of PEFT; None if it holds none.
+    """Say what to do with a directory that holds an adapter of PEFT; None if it holds none.
 
-    The text completes a sentence that begins with the path.
+    The text completes a sentence of an error message that begins with the path.
     """
     if not (path / "adapter_config.json").is_file():
         return None
@@ -219,10 +219,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of PyTorch as a mapping from names to tensors that are read when indexed.
 
-    Reads safetensors (a file, or a directory with one or with parts and their index), files of
-    `torch.save` (also in parts) and `torch.jit.save`, directories of `torch.distributed.checkpoint`
-    (FSDP, FSDP2), checkpoints of DeepSpeed ZeRO stages 1 to 3, and universal ones. PyTorch is not
-    needed, and nothing that a file pickles is run.
+    Reads safetensors (one file, or a directory that holds one file, or parts and an index), files
+    of `torch.save` (also in parts) and `torch.jit.save`, directories of
+    `torch.distributed.checkpoint` (FSDP, FSDP2), checkpoints of DeepSpeed ZeRO stages 1 to 3, and
+    universal ones. PyTorch is not needed, and nothing that a file pickles is run.
 
     Args:
         path: a file or a directory; for DeepSpeed the directory of a run, which holds `latest`, or
@@ -239,15 +239,17 @@ def open_checkpoint(
 
     Returns:
         The tensors by name, without the components that `torch.compile`, FSDP and activation
-        checkpointing add (`_orig_mod` and others). Of DeepSpeed these are the float32 parameters
-        that the optimizer updates. `checkpoint.adam()` gives the state of Adam, if there is one.
+        checkpointing add (`_orig_mod` and others). For DeepSpeed, the tensors are the float32
+        parameters that the optimizer updates. `checkpoint.adam()` gives the state of Adam, if there
+        is one.
 
     Raises:
         TypeError: `path` is not a path.
         ValueError: there is no checkpoint, or it is incomplete, broken, or would run code, or
             `key` is given where there is one state dict. The file and the tensor are named. Nothing
             was run.
-        NotImplementedError: tensors were cut in a way that is not read here.
+        NotImplementedError: tensors were divided between processes in a way that is not supported,
+            such as DeepSpeed's tensor parallelism in a checkpoint that is not universal.
 
     Example:
         >>> checkpoint = interop.open_checkpoint("runs/7b")
@@ -279,9 +281,10 @@ def open_checkpoint(
 
 
 def _others_in(path: Path) -> str:
-    """Describe the first file in a directory whose first bytes show a known kind; else return "".
+    """Describe a file in a directory that is of a known kind but no checkpoint, such as GGUF.
 
-    The text, such as "'x.gguf' in it is a GGUF file ...", is part of an error message.
+    The first such file is described, in a text such as "'x.gguf' in it is a GGUF file ...", for an
+    error message. If there is none, return "".
     """
     files = (x for x in sorted(path.iterdir()) if x.is_file() and x.suffix not in _NO_WEIGHTS)
     told = ((file, kind_of_file(file)) for file in files)

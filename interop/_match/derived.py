@@ -1,11 +1,11 @@
-"""Derive modules from those of a checkpoint, as further candidates for the model's modules.
+"""Derive further modules from those of a checkpoint, to be matched with the model's modules.
 
-*Stacks*: a checkpoint may have a tensor for each layer, where the model has one parameter for all
-layers. The numbers in a stack's names must fill a range 0, 1, 2, ... There may be a hundred
-thousand names, each with several numbers, so groups of names that cannot fill a range are sorted
-out in numpy first.
-*Weights*: torch may store a weight as norm and direction (`weight_norm`). *Parts*: a tensor may
-fuse query, key and value in a known layout.
+Three kinds are derived. *Stacks*: a checkpoint may have a tensor for each layer, where the model
+has one parameter for all layers. The numbers in a stack's names must fill a range 0, 1, 2, ...
+There may be a hundred thousand names, each with several numbers, so groups of names that cannot
+fill a range are sorted out in numpy first. *Weights*: torch may store a weight as norm and
+direction (`weight_norm`), from which the weight is computed. *Parts*: a tensor that fuses query,
+key and value in a known layout is divided.
 """
 
 import dataclasses
@@ -82,13 +82,13 @@ def _stacks(
 def _possible_groups(
     kept: Int64[np.ndarray, "n k"], varied: Int64[np.ndarray, "n v"]
 ) -> Iterator[list[int]]:
-    """Group names that agree in some of their numbers, and yield the groups that may be a stack.
+    """Group names that have some numbers in common, and yield the groups that may form a stack.
 
-    A group is left out if it has fewer names than a stack with the largest of its numbers would.
+    A group is left out if it has too few names: a stack has all indices from 0 to the largest.
 
     Args:
-        kept: k numbers of each of n names, in which the names of a group agree.
-        varied: v other numbers of each name, which would be the indices of the stack.
+        kept: k numbers for each of n names; names with the same k numbers form a group.
+        varied: v further numbers for each name; they would be the indices of the stack.
 
     Yields:
         The indices of the names of a group, from 0 to n - 1.
@@ -107,7 +107,10 @@ def _possible_groups(
 
 
 def _full_range(members: Mapping[Indices, Module]) -> Indices | None:
-    """Return the lengths of a stack, if each index from 0 on has a module; else None."""
+    """Return the lengths of the stack that modules form; None if an index from 0 on has none.
+
+    `members` maps the indices in the stack to modules. There is one length for each index.
+    """
     counts = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
     return counts if math.prod(counts) == len(members) > 1 else None
 
@@ -147,10 +150,14 @@ class Normed(NamedTuple):
 
 
 def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, Normed]]:
-    """Replace each pair of norm and direction by the weight that is computed from them.
+    """List the weight in place of each pair of norm and direction that torch's weight norm stores.
+
+    Args:
+        shapes: name -> shape of the checkpoint's tensors.
 
     Returns:
-        Name -> shape, in the same order; and name of such a weight -> how it is computed.
+        Name -> shape with these replacements, in the same order; and name of each weight that was
+        introduced -> how it is computed.
     """
     merged, normed, taken = {}, {}, set()
     for name, shape in shapes.items():
@@ -168,7 +175,7 @@ def with_weights(shapes: Shapes) -> tuple[dict[str, tuple[int, ...]], dict[str, 
 
 
 def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
-    """Return the names of the norm and the direction of a weight."""
+    """Return the names under which torch stores the norm and the direction of `weight`."""
     if old:
         return f"{weight}_g", f"{weight}_v"
     module, dot, last = weight.rpartition(".")
@@ -177,7 +184,12 @@ def tensors_of(weight: str, *, old: bool) -> tuple[str, str]:
 
 
 def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Rule]:
-    """Rewrite rules so that weights that `with_weights` introduced come from norm and direction."""
+    """Rewrite rules so that they name tensors in the file: the norm and the direction of a weight.
+
+    Args:
+        rules: rules that name weights introduced by `with_weights`.
+        normed: name of such a weight -> how it is computed.
+    """
     derived = []
     for rule in rules:
         pattern = pattern_of(rule.theirs[0])  # of a stack, or a name
@@ -189,9 +201,10 @@ def from_tensors(rules: Iterable[Rule], normed: Mapping[str, Normed]) -> list[Ru
 
 
 def _dims(norms: tuple[int, ...], directions: tuple[int, ...]) -> list[int | None]:
-    """List each `dim` for which `WeightNorm(dim)` has norms of shape `norms`.
+    """List each `dim` for which `WeightNorm(dim)` gives the shape `norms` to the norms of a weight.
 
-    There are several if a dimension has size 1; all of them give the same weight.
+    `directions` is the shape of the weight. There are several such `dim` if a dimension has size 1;
+    all of them give the same weight.
     """
     dims: list[int | None] = [None, *range(len(directions))]
     return [dim for dim in dims if WeightNorm(dim).norms_of(directions) == norms]

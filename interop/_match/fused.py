@@ -1,4 +1,4 @@
-"""Find tensors that fuse query, key and value, where the model has a parameter for each.
+"""Find tensors that fuse query, key and value, where the model has one parameter for each.
 
 Two layouts have the same shape. In one the parts are whole, `[query; key; value]` (GPT-2, Phi-3);
 in the other they are fused head by head, `[query, key, value of head 0; of head 1; ...]`
@@ -44,8 +44,9 @@ def find_fused(
     """Match query, key and value modules of the model with fused tensors of the checkpoint.
 
     Args:
-        ours: modules of the model that have no counterpart.
-        theirs: modules of the checkpoint that have no counterpart, also stacked ones.
+        ours: modules of the model that have no counterpart in the checkpoint.
+        theirs: modules of the checkpoint, single and stacked, that have no counterpart in the
+            model.
         paths: paths of all parameters.
         interleaved: True if names say that rotary pairs may have to be reordered (`is_meta`).
     """
@@ -131,9 +132,9 @@ def _rule(parts: list[Tensor], fused: Tensor, stack: tuple[int, ...]) -> Rule | 
 def _common_steps(
     parts: list[Tensor], shapes: list[tuple[int, ...]], pieces: list[tuple[int, ...]], dim: int
 ) -> Steps | None:
-    """Return the steps that turn each piece of a fused tensor into its parameter.
+    """Return steps that turn each of three pieces of a fused tensor into its parameter.
 
-    None if no steps fit all three.
+    The steps are the same for query, key and value; None if no steps fit all three.
 
     Args:
         parts: the parameters of query, key and value.
@@ -175,9 +176,12 @@ def _turned(rule: Rule) -> Rule:
 
 
 def _with_heads(text: str, rule: Rule, num_heads: int | None) -> str:
-    """Fill the numbers of heads of query and key into the text of a rule with `RotaryPairs`.
+    """Complete the text of a rule: its `RotaryPairs` gets the numbers of heads of query and key.
 
-    `H` and `G` stand for unknown numbers.
+    Args:
+        text: the rule as text, with a placeholder for the numbers.
+        rule: the rule for whole parts, which shows how many heads the query has.
+        num_heads: heads of the key; None writes `H` and `G` for the numbers.
     """
     split = rule.steps[0]
     assert isinstance(split, Split)

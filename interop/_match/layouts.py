@@ -1,4 +1,4 @@
-"""Ask about layouts that no shape tells: the order of flattened images, and of rotary pairs.
+"""Ask the user about layouts that shapes do not show: of flattened images, and of rotary pairs.
 
 torch flattens an image channels first, `[c, h, w]`, and Flax channels last, `[h, w, c]`. A linear
 layer that reads such an image, or makes one, needs its inputs or its outputs reordered. Which
@@ -25,10 +25,10 @@ _DECODES = re.compile("decod|generat|unflatten", re.IGNORECASE)
 
 
 class Question(NamedTuple):
-    """A parameter for which two rules are possible, and what decides between them.
+    """A question to the user: which of two possible rules is right for a parameter.
 
     Attributes:
-        name: name of the tensor.
+        name: name of the checkpoint's tensor.
         steps: steps of the proposed rule; None if they depend on an unknown number of heads.
         other: steps of the other rule.
         why: what the user has to find out.
@@ -69,7 +69,7 @@ def layer_of(name: str, shape: tuple[int, ...], steps: Iterable[Step]) -> Layer 
 def flattened(
     decided: Decided, given: Iterable[Layer], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Question]:
-    """Ask about the linear layers that may read or make a flattened image, and norms beside them.
+    """Ask about linear layers that may read or make a flattened image, and norms over the image.
 
     Args:
         decided: pairs of modules, with the steps of each role.
@@ -119,7 +119,7 @@ class _Image(NamedTuple):
     def channels_last(self, dim: int, num_dims: int) -> Steps:
         """Return steps that reorder dimension `dim` of `num_dims` from channels first to last.
 
-        There are none if the dimension holds other numbers besides the image.
+        The result is `()` if the dimension holds other numbers besides the image.
         """
         if self.size % self.channels:
             return ()
@@ -149,9 +149,9 @@ def _first(each: Pair, tensor: Tensor) -> str:
 
 
 class _Line:
-    """The layers of a checkpoint in the order of definition, as far as the file shows it.
+    """The layers of a checkpoint, in the order of the model's definition if the file shows it.
 
-    Names that are sorted as text (10 before 2), as in safetensors, are put in order of numbers.
+    A safetensors file sorts names as text (10 before 2); these are sorted by numbers instead.
     """
 
     def __init__(self, layers: Mapping[str, Layer], shapes: Mapping[str, tuple[int, ...]]):
@@ -167,8 +167,8 @@ class _Line:
         """Find the linear layers that may read the flattened image of a convolution.
 
         Returns:
-            Name of a linear layer -> (convolution, whether it is sure). If it is sure, the rule
-            that reorders is proposed; if not, the plain rule, as the inputs may be something else.
+            Name of a linear layer -> (convolution, whether the layer surely reads its image). If
+            so, the rule that reorders inputs is proposed; if not, the plain rule.
         """
         first = self._place[self._convolutions[0].name]
         channels = {x.outputs for x in self._convolutions}
@@ -187,7 +187,7 @@ class _Line:
         return images
 
     def image_made(self, layer: Layer, reads: Collection[str]) -> Layer | None:
-        """Return the convolution that may read the outputs of a linear layer as an image."""
+        """Return the convolution that may read a linear layer's outputs as an image, or None."""
         size, place = layer.outputs, self._place[layer.name]
         if self._last_reader(reads).get(size, -1) > place:
             return None  # a later linear layer reads as many numbers, which need not be an image
@@ -205,17 +205,17 @@ class _Line:
         return next((x for x in following if x.inputs > 1 and size % x.inputs == 0), None)
 
     def _last_reader(self, reads: Collection[str]) -> dict[int, int]:
-        """Map each input size to the place of the last linear layer with it, if not in `reads`."""
+        """Return number of inputs -> place of the last linear layer, not in `reads`, with it."""
         if not hasattr(self, "_readers"):
             linear = (x for x in self._layers if not x.is_convolution and x.name not in reads)
             self._readers = {x.inputs: self._place[x.name] for x in linear}
         return self._readers
 
     def names_beside(self, layer: Layer, image: "_Image") -> set[str] | None:
-        """Return the names of tensors that may be norms of an image: those between its two layers.
+        """Return the names of tensors, one of which may be a norm over an image.
 
-        These are `layer`, which is linear, and the convolution of `image`. None stands for all
-        names: no other layer has as many outputs as the image has numbers.
+        They lie between the linear layer `layer` and the convolution of `image`. None stands for
+        all names: no other layer has as many outputs as the image has numbers.
         """
         own = layer.outputs == image.size
         if self._outputs[image.size] == own:
@@ -244,7 +244,7 @@ def _before(
         images: what `images_read` has found for linear layers before `linear`.
 
     Returns:
-        The convolution, and whether it is sure; or None.
+        The convolution, and whether `linear` surely reads its image; or None.
     """
     size, is_sure, beside = linear.inputs, True, None
     for layer in earlier:
@@ -269,10 +269,10 @@ def _questions(
     after: _Image | None,
     is_sure: bool,
 ) -> dict[str, Question]:
-    """Ask about a linear layer that may read the image `before`, or make the image `after`.
+    """Return path -> question for a linear layer that may read image `before` or make `after`.
 
-    `steps` has the steps of the plain rule for each role. If `is_sure`, the rule that reorders is
-    the proposed one; otherwise the plain rule is. Return path of a parameter -> question.
+    Each question has two rules: the plain one, with `steps` for each role, and one that reorders
+    the image. If `is_sure`, the one that reorders is proposed; otherwise the plain one.
     """
     questions = {}
     for role, plain in steps.items():
@@ -295,7 +295,7 @@ def _questions(
 
 
 def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str, Question]:
-    """Return path -> question for those norms in `names` (None: all) that are over an image."""
+    """Return path -> question for the norms in `names` (None: all) that may normalize an image."""
     return {
         each.ours.tensors[role].name: Question(
             each.theirs.tensors[role].name,
@@ -314,7 +314,7 @@ def _norms(decided: Decided, image: _Image, names: set[str] | None) -> dict[str,
 def rotary(
     decided: Decided, shapes: Mapping[str, tuple[int, ...]], paths: Iterable[str]
 ) -> dict[str, Question]:
-    """Ask whether queries and keys are to be reordered between halves and interleaved pairs.
+    """Find queries and keys whose rotary pairs checkpoint and model may lay out differently.
 
     There are questions only if names in `shapes` (the checkpoint's) or `paths` (the model's) are
     Meta's. Return path of a parameter -> question.
@@ -379,9 +379,9 @@ def _is_rotated(paired: Pair) -> bool:
 def _head_dim(paired: Pair, steps: Mapping[str, Steps], most: int) -> int | None:
     """Return the size of a head, if a query, key or norm shows it; else None.
 
-    It shows if the model has a dimension for heads, or if a norm has fewer elements than `most`,
-    the most rows of a query or key: such a norm is over single heads. `steps` are those of each
-    role.
+    A dimension for heads in the model shows it, split off by `steps` (role -> steps). So does a
+    norm over single heads, recognized by having fewer elements than `most`, the largest number of
+    rows of a query or key.
     """
     for role, plain in steps.items():
         split = [step for step in plain if isinstance(step, Unflatten)]

@@ -57,11 +57,12 @@ class Module:
     Attributes:
         name: common prefix of the tensors' names.
         tensors: role (`weight`, `bias`, `mean`, `var`) -> tensor.
-        ranks: for each number in the name, its rank among all numbers at that position. Only names
-            that differ from this one in nothing but numbers count.
-        stack: lengths of the stack that the module is, one for each variable in the name
-            (`derived`); empty if it is a single module.
-        part: index of the part along the first dimension; None if the tensors are not divided.
+        ranks: for each number in the name, its rank among the numbers at that position in all names
+            that differ from this one only in numbers. Layers 3, 5, 9 have the ranks 0, 1, 2.
+        stack: if the module is a stack of modules (`derived`), its lengths, one for each variable
+            in the name; empty if it is a single module.
+        part: if the module is a third of a fused one, the number of the third, along the first
+            dimension: 0 query, 1 key, 2 value; else None.
         members: names of all checkpoint tensors that the module contains.
     """
 
@@ -107,7 +108,7 @@ def similarity(ours: Module, theirs: Module) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
-    """Return the weight of the words that two names share, as a fraction of that of all words."""
+    """Return the share of words in common, from 0 to 1; words with little meaning weigh less."""
     every, both = _weight(our_words | their_words), _weight(our_words & their_words)
     return both / every if every else 0.0
 
@@ -115,8 +116,8 @@ def _shared(our_words: frozenset[str], their_words: frozenset[str]) -> float:
 def say_the_same(one: str, other: str) -> bool:
     """Return whether two names differ only in words with little information.
 
-    Any other additional word may change the meaning: `attention_norm` is the norm before attention
-    in one model, and `post_attention_layernorm` the norm after it in another.
+    A difference in any other word may change the meaning: `attention_norm` is the norm before
+    attention in one model, and `post_attention_layernorm` the norm after it in another.
     """
     return _FAINT.issuperset(words_of(one) ^ words_of(other))
 

@@ -6,10 +6,11 @@ in, out]` and names them `kernel`; PyTorch and Equinox store them as `[out, in]`
 *window]` and name them `weight`. Attention in Flax splits a dimension into heads. If a shape is
 ambiguous (a square matrix may or may not be transposed), all possibilities are listed.
 
-Two modules are paired when each is the other's best candidate by a margin; this repeats with the
-remaining modules until nothing changes. A tie is resolved only when one of its candidates has been
-paired with another module. A module fits only as a whole: if its kernel has another shape, its
-bias is undecided too, so `misfits_of` finds the parameter that is to blame.
+Two modules are paired when each is the other's best candidate and leads the second best by a
+margin; this repeats with the remaining modules until nothing changes. A tie is resolved only when
+one of its candidates has been paired with another module. A module fits only as a whole: if its
+kernel has another shape, its bias is undecided too, so `misfits_of` finds the parameter that is to
+blame.
 """
 
 import collections
@@ -61,7 +62,7 @@ def _with_heads(steps: Steps, ours: Shape, theirs: Shape) -> list[Steps]:
     """Return `steps`, each extended by an `Unflatten` of one dimension that gives shape `ours`.
 
     Args:
-        steps: steps of which the result has shape `theirs`.
+        steps: steps whose result has shape `theirs`.
         ours: the shape wanted, such as one with `[heads, size]` for a dimension.
         theirs: the shape to convert.
     """
@@ -86,7 +87,7 @@ class Pair:
 
     @property
     def doubt(self) -> str | None:
-        """Why the pair may be wrong; None if the names agree or there is no other candidate."""
+        """The reason why the pair may be wrong, as text; None if nothing speaks against it."""
         ours, theirs = self.ours.name, self.theirs.name
         if not words_of(ours) & words_of(theirs):
             return "by shape and number alone"
@@ -185,7 +186,7 @@ def ways_of(ours: Tensor, theirs: Tensor, stack: tuple[int, ...]) -> list[Steps]
 
     Args:
         ours: the parameter.
-        theirs: the tensor; one of each layer, if the module is a stack.
+        theirs: the tensor; in a stack, the tensor of one layer.
         stack: the lengths of the stack; empty without one.
     """
     lead = len(stack)
@@ -226,20 +227,21 @@ def _is_free(module: Module, taken: set[tuple[str, int]]) -> bool:
 
 
 def _claims(module: Module) -> set[tuple[str, int]]:
-    """Return what a module uses of the checkpoint, as (name of a tensor, third of it).
+    """Return the thirds of tensors that a module uses, as (name of a tensor, number of a third).
 
-    A part of a fused tensor uses one third, any other module all three.
+    A query, key or value that is part of a fused tensor uses one third. Any other module uses all
+    three thirds of its tensors. No third may be used twice.
     """
     parts = range(3) if module.part is None else (module.part,)
     return {(name, part) for name in module.members for part in parts}
 
 
 def misfits_of(ours: Iterable[Module], theirs: Sequence[Module]) -> dict[str, str]:
-    """Explain why modules of the model fit nothing in the checkpoint, by the tensors to blame.
+    """Explain, for parameters of the model, why no tensor of the checkpoint fits them.
 
     Args:
-        ours: modules of the model that nothing fits.
-        theirs: modules of the checkpoint that are not paired, also stacked ones.
+        ours: modules of the model for which the checkpoint has no module that fits.
+        theirs: modules of the checkpoint, single and stacked, that are not paired.
 
     Returns:
         Path of a parameter -> why no tensor fits it. Other parameters of the same module are left

@@ -1,4 +1,4 @@
-"""The result of `match`: rules, which of them to confirm, and what could not be decided."""
+"""The result of `match`: proposed rules, those to be confirmed, and undecided parameters."""
 
 import dataclasses
 import itertools
@@ -16,8 +16,8 @@ _SHOWN = 8  # the most rules that an error lists
 def generalize(rules: Sequence[Rule], paths: Iterable[str]) -> tuple[Rule, ...]:
     """Merge rules that differ only in numbers, by replacing the numbers by variables.
 
-    A number is replaced if it occurs on both sides of a rule. Rules are merged only if the merged
-    rule matches the same of all `paths` as these rules together.
+    A number is replaced if it occurs on both sides of a rule. Rules are merged only if, of all
+    `paths`, the merged rule matches exactly those that the single rules match together.
     """
     paths = list(paths)
     rules = list(rules)
@@ -43,7 +43,7 @@ def _one_variable(rules: list[Rule], letter: str, paths: list[str]) -> list[Rule
 
 
 def _with_letter(rule: Rule, letter: str) -> Rule:
-    """Replace the first number that all names of a rule share by the variable `letter`."""
+    """Replace the first number that occurs in all names of a rule by the variable `letter`."""
     numbers = [_NUMBER.findall(name) for name in (*rule.ours, *rule.theirs)]
     shared = set(numbers[0]).intersection(*numbers)
     number = next((each for each in numbers[0] if each in shared), None)
@@ -76,7 +76,7 @@ class Proposal:
             each possible layout. Shapes do not tell which is right.
         rotary: pattern of names of queries and keys whose rotary pairs are in one of two layouts ->
             two rules as text, where `H` stands for a number of heads that shapes do not tell.
-        undecided: path of each other parameter -> names of the tensors it may come from.
+        undecided: path of a parameter that no rule covers -> names of tensors it may come from.
         misfits: path of an undecided parameter -> why no tensor fits it, if that is known. Other
             parameters of its module, such as the bias beside a kernel of another shape, are left
             out.

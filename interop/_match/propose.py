@@ -8,7 +8,8 @@
 4. Rules that differ only in numbers are merged (`generalize`).
 
 Undecided parameters are reported rather than guessed, also where a tensor fuses query, key and
-value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that differ.
+value in an unknown layout (`fused`). `assumed` lists the rules that rest on names that
+are similar but not the same, and that the user must confirm.
 """
 
 import collections
@@ -138,8 +139,8 @@ def _covered(
         held: name -> shape of the tensors in the checkpoint.
 
     Returns:
-        Paths of the parameters that the rules match; names of the tensors that they use; and the
-        linear layers and convolutions among these.
+        Paths of the parameters that the rules match; names of the tensors that the rules use; and
+        the linear layers and convolutions whose weights are among these tensors.
     """
     paths: set[str] = set()
     for rule in rules:
@@ -165,7 +166,11 @@ def _open_pairs(asked: Mapping[str, Question]) -> dict[str, tuple[str, ...]]:
 
 
 def _layouts(asked: Mapping[str, Question], paths: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the two possible rules for tensors with an unknown number of heads.
+    """Return two possible rules for each query or key whose number of heads is unknown.
+
+    Args:
+        asked: path of a parameter -> the question about its layout.
+        paths: paths of all parameters.
 
     Returns:
         Pattern of the tensors' names -> rule with rotary pairs reordered, and rule without, as
@@ -186,7 +191,7 @@ def _without_pairs(rule: Rule) -> Rule:
 def _by_rule(
     reasons: Mapping[str, str], asked: Mapping[str, Question], rules: Iterable[Rule]
 ) -> dict[Rule, str]:
-    """Map rules to the reasons why they are assumed, given the reasons for single parameters.
+    """Return rule -> why it may be wrong, from the reasons for the parameters that it matches.
 
     Args:
         reasons: path of a parameter -> why its pair or its steps may be wrong.
@@ -217,8 +222,9 @@ def _settle(
     """Choose the steps of each pair of modules.
 
     If several sequences of steps are possible for a tensor, it takes the steps that the other
-    tensors of its kind take. Tensors are of one kind if the last component of our path and their
-    number of dimensions are the same. Only whether the steps transpose is compared.
+    tensors of its kind take. Tensors are of one kind if they have equally many dimensions, and if
+    the paths of their parameters have the same last component. Only whether the steps transpose is
+    compared.
 
     Returns:
         Pairs with steps for each role; path -> why its pair or its steps may be wrong; and path ->

@@ -1,8 +1,8 @@
 """Apply rules: turn tensors of a checkpoint into parameters, and parameters into tensors.
 
 Both directions return views (`_tensors`) and read nothing. To find the tensors that a checkpoint
-must hold, the rules are run backwards on placeholders; so names and shapes are compared, and
-reported in errors, as they are in the file.
+must hold, the rules are run backwards on placeholders of the parameters. The names and shapes of
+the results are compared with the file's, and errors report names and shapes of the file.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ def check_names(
 
 
 def _prefix(missing: list[str], unknown: list[str]) -> str:
-    """Return a prefix that, put before every missing name, gives unknown names; else "".
+    """Return a prefix that turns every missing name into an unknown one; "" if there is none.
 
     Args:
         missing: names that the rules need and the checkpoint lacks.
@@ -131,7 +131,7 @@ def _prefix(missing: list[str], unknown: list[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """Return a name, and what is left of it without its first 1 and 2 components."""
+    """Return a name, and the name without its first component and without its first two."""
     parts = name.split(".", 2)
     return [".".join(parts[number:]) for number in range(len(parts))]
 

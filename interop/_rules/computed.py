@@ -23,18 +23,18 @@ Back = Literal["first", "halves"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _BySlice(View):
-    """A tensor whose slices along `dim` are computed from the same slices of other tensors.
+    """A view whose slices along `dim` are computed from the same slices of the viewed tensors.
 
-    Reading a part of it reads whole slices of the viewed tensors, and all of a viewed scalar. If
-    `dim` is None, every element may depend on all elements of the viewed tensors, so these are read
-    whole.
+    Reading a box of the view reads whole slices of the viewed tensors, and all of a viewed scalar.
+    If `dim` is None, every element may depend on all elements of the viewed tensors, so the viewed
+    tensors are read whole.
     """
 
     dim: int | None
     function: Callable[..., np.ndarray]
 
     def own_boxes(self) -> list[Box]:
-        """Return the slices along `dim` that this process can compute from what it holds.
+        """Return the slices along `dim` that this process can compute from its own shards.
 
         Raises:
             NotImplementedError: this process holds only a part of a slice of the viewed tensor, or
@@ -73,7 +73,7 @@ def _by_slice(
 
 
 class _Computing(Step):
-    """Base class of steps that compute values; `undo` is the other direction."""
+    """Base class of steps that compute values when loading; `undo` is the direction of saving."""
 
     computes = True
 

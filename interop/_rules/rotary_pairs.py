@@ -22,8 +22,8 @@ class RotaryPairs(Step):
     """Reorder the outputs of a query or key from interleaved rotary pairs to halves, or back.
 
     `RotaryPairs(heads)` converts `wq.weight` and `wq.bias` of a checkpoint in Meta's form for a
-    model that rotates halves; the number of heads of `wk` is that of the keys, where they are
-    fewer. The value is not rotated.
+    model that rotates halves. For `wk`, pass the number of key heads, which may be smaller. The
+    value is not rotated.
 
     Attributes:
         num_heads: heads along `dim`; for a rule of several tensors (after `Split`) a number for

@@ -88,7 +88,7 @@ class Rule:
 
 
 def rules_in(rules: Any) -> tuple[Rule, ...]:
-    """Return rules as a tuple; raise `ValueError` for a single rule, or anything else."""
+    """Return a collection of rules as a tuple; raise `ValueError` if `rules` is not one."""
     given = tuple(rules) if isinstance(rules, Iterable) else ()
     if not isinstance(rules, Iterable) or not all(isinstance(each, Rule) for each in given):
         raise ValueError(f"`rules` must be a list or tuple of `interop.Rule`s; got {rules!r}.")
@@ -115,7 +115,7 @@ def check_moves(rules: Iterable[Rule]) -> None:
 
 
 class Use(NamedTuple):
-    """A rule with numbers in place of the variables that both its sides share.
+    """A rule applied once, with numbers for the variables that occur in both `ours` and `theirs`.
 
     Attributes:
         rule: the rule.

@@ -97,9 +97,10 @@ class _Sized(Step):
 
 
 class _Parts(_Sized):
-    """Base class of steps that split a dimension into several tensors, or concatenate it from them.
+    """Base class of steps that split a tensor along a dimension, or concatenate tensors along it.
 
-    A step does so within each of `num_heads` equal blocks of the dimension.
+    The dimension consists of `num_heads` equal blocks, and a step splits or concatenates block by
+    block.
     """
 
     may_count = True

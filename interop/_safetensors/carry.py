@@ -1,8 +1,8 @@
 """Find and copy the files that a new checkpoint takes from its source: config, tokenizer, modules.
 
 Nothing outside of the source directory is copied: a link in a downloaded checkpoint could otherwise
-carry a private file into the next upload, or lead in a circle. Hugging Face keeps the files of its
-cache as links from `snapshots/<revision>` to `blobs`, so links to these are followed.
+carry a private file into the next upload, or lead in a circle. One kind of link is followed: in the
+cache of Hugging Face, files in `snapshots/<revision>` are links to files in `blobs`.
 """
 
 import collections
@@ -58,7 +58,8 @@ class Carried:
     def write(self, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
         """Copy the files into `folder`, and write the config.
 
-        `dtype` in the config becomes the dtype that most floating-point elements of `tensors` have.
+        The entry `dtype` of the config becomes the dtype that most floating-point elements of
+        `tensors` have.
         """
         for name, file in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _usual_dtype(tensors: Mapping[str, LazyTensor]) -> str | None:
-    """Return the name of the dtype that most floating-point elements have."""
+    """Return the name of the dtype of most floating-point elements; None if there are none."""
     sizes: collections.Counter[str] = collections.Counter()
     for tensor in tensors.values():
         if jnp.issubdtype(tensor.dtype, jnp.floating):

@@ -1,9 +1,9 @@
 """Read, validate and write the header of a safetensors file.
 
 A file (https://github.com/huggingface/safetensors) consists of 8 bytes with the length of the
-header, the header (JSON: dtype, shape and byte range of each tensor), and the data. The library
-rejects a broken header without naming the tensor, and does not give byte offsets; so the header
-is parsed here. The library accepts every header that is accepted here.
+header, the header (JSON: dtype, shape and byte range of each tensor), and the data. The
+safetensors library rejects a broken header without naming the tensor, and does not give byte
+offsets; so this module parses the header itself, and accepts none that the library rejects.
 """
 
 import collections
@@ -119,7 +119,7 @@ def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
 
 
 def file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Sort tensor names into the order in which the library writes the tensors to a file."""
+    """Sort tensor names into the order in which the safetensors library writes the tensors."""
     return sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
 
 
@@ -165,9 +165,9 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 def _check_whole(file: Path, metadata: Mapping[str, str]) -> None:
     """Raise `ValueError` if a file holds shards of one process instead of whole tensors.
 
-    `HuggingFaceStorageWriter` of PyTorch can save such files. Files into which it has consolidated
-    the shards of all processes have the same metadata, but only offsets of 0, and no `shard-` in
-    their names.
+    `HuggingFaceStorageWriter` of PyTorch can save such files. It can also consolidate the shards of
+    all processes into files of whole tensors. The consolidated files have the same kind of
+    metadata, but all offsets in it are 0, and their names have no `shard-`.
     """
     info = metadata.get(_SHARDS)
     if info is None:

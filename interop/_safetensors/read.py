@@ -18,9 +18,10 @@ _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
 def index_in(path: Path) -> Path | None:
-    """Return the index file of a directory: `INDEX`, or else the only index of another name.
+    """Return the index file to read in a directory; None if there is none.
 
-    None if the directory has no index or several; or if it has the file `SINGLE`, and no `INDEX`.
+    That is the file `INDEX`. Without it, and without the model in one file (`SINGLE`), it is the
+    only index of another name; several such indices count as none.
     """
     if (path / INDEX).is_file():
         return path / INDEX
@@ -65,14 +66,14 @@ def tensors_in(path: Path | str) -> dict[str, FileTensor]:
     For other formats see `open_checkpoint`.
 
     Args:
-        path: a safetensors file, an index of several, or a directory with `model.safetensors` or
-            with several files and their index. Files of other names are opened if there is one, or
-            one set of numbered parts.
+        path: a safetensors file, an index that lists several, or a directory. A directory holds
+            `model.safetensors`, or an index and the files that it lists; or else one file of
+            another name, or one set of numbered parts.
 
     Raises:
         ValueError: there is no safetensors checkpoint, or several; a file of it is missing,
             truncated or broken, a dtype is not supported, or the index does not match the files;
-            or there is a whole file beside an index that names others.
+            or there is a model in one file beside an index that lists other files.
     """
     return tensors_and_aliases(path)[0]
 

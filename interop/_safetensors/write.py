@@ -1,13 +1,14 @@
 """Write a checkpoint: safetensors files of bounded size, their index, config and tokenizer.
 
-The library (https://github.com/huggingface/safetensors) needs all tensors of a file in memory at
-once. Here process 0 creates the files with their headers and sizes, from shapes and dtypes. Then
-every process writes the boxes of tensors that its devices hold to their places in all files, so no
-process holds more than its shards and one tensor, and nothing is sent. A tensor that every process
-holds in full is written by one of them, in turn. The files are identical to those of the library.
+The safetensors library (https://github.com/huggingface/safetensors) needs all tensors of a file in
+memory at once. Here process 0 creates the files with their headers and sizes, from shapes and
+dtypes. Then every process writes the boxes of tensors that its devices hold to their places in all
+files, so no process holds more than its shards and one tensor, and nothing is sent. A tensor that
+every process holds in full is written by one of them, in turn. The files are identical to those
+that the library writes.
 
-A box that does not span the last dimension is many short runs of bytes. Processes may write to the
-same block of a file, never to the same byte.
+A box that does not span the last dimension is written as many short runs of bytes. Two processes
+may write to the same block of a file, but never to the same byte.
 """
 
 import itertools
@@ -176,7 +177,7 @@ def save_tensors(
 
 
 def _divide(tensors: Mapping[str, LazyTensor], max_bytes: int) -> dict[str, dict[str, LazyTensor]]:
-    """Distribute tensors over files in the order of names, filling each file up to the limit.
+    """Distribute tensors over files in the order of names, filling each file up to `max_bytes`.
 
     Returns:
         Name of a file -> its tensors by name.
@@ -224,8 +225,8 @@ def _check_whole(num_bytes: int, tensors: Mapping[str, LazyTensor]) -> None:
 def _boxes_to_write(tensor: LazyTensor, turn: int) -> list[Box]:
     """List the parts of a tensor that this process writes.
 
-    These are its own shards. A tensor that is not split over processes is written by process
-    `turn`.
+    Of a tensor that is split over processes, these are the shards of this process. Any other tensor
+    is written whole by process `turn`, and the list is empty on all other processes.
     """
     if tensor.collective:
         return tensor.own_boxes()

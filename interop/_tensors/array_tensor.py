@@ -35,7 +35,7 @@ class ArrayTensor(LazyTensor):
 def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
     """Wrap a numpy array or a PyTorch tensor as a lazy tensor, without a copy.
 
-    A lazy tensor is returned as it is.
+    A lazy tensor is returned unchanged.
 
     Args:
         value: the tensor.
@@ -43,7 +43,8 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
         where: where it is, for messages, such as "in `tensors`".
 
     Raises:
-        ValueError: it is anything else, a `DTensor`, or has no dense values that numpy can hold.
+        ValueError: `value` is of another type, is a `DTensor`, or has no dense values that numpy
+            can hold.
     """
     if isinstance(value, LazyTensor):
         return value

@@ -28,7 +28,7 @@ def common_box(a: Box, b: Box) -> Box | None:
 
 
 def slices_within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Return the slices that select the box `part` from an array of the elements of `box`."""
+    """Return slices into an array that holds the elements of `box`; they select the box `part`."""
     return tuple(
         slice(start - first, stop - first)
         for (start, stop), (first, _) in zip(part, box, strict=True)
@@ -56,7 +56,7 @@ def replaced(entries: tuple, position: int, entry: object) -> tuple:
 
 
 def with_places(parts: list[Box]) -> list[tuple[Box, slice]]:
-    """Pair each box with the slice that its elements take up in one flat array of all boxes."""
+    """Pair each box with its slice in a flat array of all boxes' elements, box after box."""
     ends = list(itertools.accumulate(math.prod(box_shape(part)) for part in parts))
     starts = [0, *ends[:-1]]
     return [(part, slice(start, end)) for part, start, end in zip(parts, starts, ends, strict=True)]
@@ -111,7 +111,7 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
 
 
 def boxes_of_run(sizes: list[int], run: tuple[int, int]) -> Iterator[Box]:
-    """Divide a run of elements of a tensor into boxes, in the order of the elements.
+    """Divide consecutive elements of a tensor into boxes, in the order of the elements.
 
     Args:
         sizes: shape of the tensor.

@@ -1,4 +1,4 @@
-"""Cast arrays to another dtype, and refuse values that it cannot hold."""
+"""Cast arrays to another dtype, and refuse values that this dtype cannot hold."""
 
 import jax.numpy as jnp
 import numpy as np

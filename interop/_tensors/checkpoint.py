@@ -40,7 +40,7 @@ class AdamMoments:
 
     @property
     def steps_text(self) -> str:
-        """The number of steps as text for people: `3 steps (fewer of 2 parameters)`."""
+        """The number of steps as text; `3 steps (fewer of 2 parameters)` if two took fewer."""
         return f"{self.step} steps" + (
             f" (fewer of {len(self.steps)} parameters)" if self.steps else ""
         )
@@ -56,7 +56,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         tensors: name -> tensor; read when indexed.
         aliases: name of a tied weight -> name of the tensor that it shares.
         moments: reads the moments of Adam, given `names` (see `adam`); None if there are none.
-        in_order: whether `tensors` are in the order of the model's state dict.
+        in_order: whether `tensors` are in the order of the model's state dict; a format that sorts
+            them by name loses it.
     """
 
     path: Path
@@ -105,11 +106,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def other_names(source: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """Return the names of tied weights that are not used themselves, but under another name.
+    """Return the unused names of tied weights of which another name is used.
 
     Args:
-        source: the tensors by name; a `Checkpoint` knows which names are tied.
-        used: the names that are used.
+        source: the tensors by name; a `Checkpoint` knows which names share a tensor.
+        used: the names that are used, such as those in rules.
     """
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
     if not aliases:
@@ -132,7 +133,7 @@ def read_index(index: Path, kind: str, *, was_named: bool) -> dict[str, str]:
     Args:
         index: path of the index.
         kind: format of the files, for messages.
-        was_named: whether the user gave the path of the index itself.
+        was_named: True if the user gave the path of the index itself, not of its directory.
 
     Raises:
         ValueError: the index is broken, or names a file in another directory; or, unless the user
@@ -166,8 +167,8 @@ def _check_no_other(index: Path, files: Iterable[str]) -> None:
     left behind. transformers reads the model in one file, whichever is newer.
 
     Args:
-        index: the index.
-        files: names of the files that it lists.
+        index: path of the index.
+        files: names of the files that the index lists.
     """
     whole = index.parent / index.name.partition(".index.")[0]
     files = sorted(set(files))

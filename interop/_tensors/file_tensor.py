@@ -1,7 +1,7 @@
 """Tensors in files: a slice is read or mapped from the file when it is asked for.
 
-A slice is a map of its own byte range, which lives as long as its array: mapped pages count as
-memory of the process.
+Each slice maps its own byte range, and the map ends with the slice's array. A map of the whole file
+would live longer, and mapped pages count as memory of the process.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class FileTensor(LazyTensor):
 
     @property
     def is_in_file(self) -> bool:
-        """True: its bytes are mapped, or are so few that reading them takes no longer."""
+        """True: `borrow` maps the bytes, or copies so few that a map would take longer."""
         return True
 
     def _read_box(self, box: Box) -> np.ndarray:
@@ -84,7 +84,7 @@ class FileTensor(LazyTensor):
 
 
 def called(name: str, tensor: Any) -> Any:
-    """Rename a tensor in a file, for messages; return any other tensor unchanged."""
+    """Return a `FileTensor` with another name, for messages; return any other tensor unchanged."""
     return dataclasses.replace(tensor, name=name) if isinstance(tensor, FileTensor) else tensor
 
 

@@ -67,7 +67,7 @@ class LazyTensor(abc.ABC):
         return False
 
     def own(self) -> "LazyTensor":
-        """Return a view in which only `own_boxes` can be read; reading them is no collective."""
+        """Return a view that reads only boxes of `own_boxes`; reading it is not collective."""
         return self
 
     def own_boxes(self) -> list[Box]:
@@ -209,7 +209,7 @@ class View(LazyTensor):
         return any(each.collective for each in self.viewed)
 
     def own(self) -> LazyTensor:
-        """Return the same view of the parts that this process holds."""
+        """Return this view of what `own` returns for each viewed tensor."""
         return dataclasses.replace(self, viewed=tuple(each.own() for each in self.viewed))
 
 

@@ -2,8 +2,8 @@
 
 `torch.compile`, FSDP and activation checkpointing wrap a module in another, which adds a component
 to the names of its parameters: `layers.0._orig_mod.weight`. Some functions of PyTorch remove it and
-others do not, so one checkpoint may hold both forms of a name. A leading `module.`, which
-`DistributedDataParallel` adds, is kept: it may as well be a module of the model.
+others do not, so one checkpoint may hold both forms of a name. A leading `module.` is kept:
+`DistributedDataParallel` may have added it, but the model may also have a module of this name.
 """
 
 from collections.abc import Callable, Mapping

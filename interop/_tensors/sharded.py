@@ -46,7 +46,8 @@ class ShardedTensor(LazyTensor):
     def own_boxes(self) -> list[Box]:
         """Return the boxes of this process's shards, joined where they are adjacent.
 
-        Of a shard with replicas, only the process with the first replica has the box.
+        If a shard has replicas in several processes, only the process of the first replica lists
+        it.
         """
         held = (
             common_box(_bounds(shard, self.array.shape), whole_box(self.shape))
@@ -65,7 +66,7 @@ class ShardedTensor(LazyTensor):
 
 
 class _OwnShards(ShardedTensor):
-    """The shards of this process, as a tensor of which boxes are read without a collective."""
+    """A view of a sharded array that reads boxes of this process's shards, without a collective."""
 
     @property
     def collective(self) -> bool:
@@ -83,13 +84,14 @@ def _is_in_host_memory(array: jax.Array) -> bool:
 def _cut_unsplit(
     array: jax.Array, inside: tuple[slice, ...]
 ) -> tuple[jax.Array, tuple[slice, ...]]:
-    """Slice an array on the devices, along the dimensions that are not sharded.
+    """Slice an array on the devices by those slices of `inside` whose dimensions are not sharded.
 
-    This drops, for example, the other layers of a stack before any transfer to the host. The sliced
-    dimensions are complete on every device, so slicing needs no communication.
+    For example, if one layer of a stack is read, the slice drops the other layers before any
+    transfer to the host. The sliced dimensions are complete on every device, so slicing needs no
+    communication.
 
     Returns:
-        The sliced array, and the slices of it that are left to be read.
+        The cut array; and the slices that are still to be taken from it, to get `inside`.
     """
     own = array.sharding.shard_shape(array.shape)
     starts, sizes, left = [], [], []
@@ -116,9 +118,9 @@ def _in_each_process(array: jax.Array) -> jax.Array:
     """Reshard an array so that the devices of each process together hold all of it. Collective.
 
     The result is sharded over the mesh axes whose devices are of one process, along a dimension
-    that they divide. If possible that is a dimension that is already sharded: for any other XLA
-    would first replicate the array on each device. If the axes divide no dimension, the array is
-    replicated.
+    that they divide. If possible this dimension is already sharded: for a dimension that is not,
+    XLA would first replicate the array on each device. If the axes divide no dimension, the array
+    is replicated.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):

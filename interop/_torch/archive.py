@@ -1,10 +1,10 @@
 """Locate the entries of a zip archive that `torch.save` wrote, and check that it is undamaged.
 
 The archive ends with a directory of its entries; each entry is a local header, followed by its
-bytes. `zipfile` believes the directory, so an offset that is wrong by a few bytes would give wrong
-numbers. Here every local header must be where the directory says and carry the same name, and the
-entries must fill the file from its first byte to the directory without gap or overlap. What PyTorch
-itself requires (a version, one folder that holds all entries) is required too.
+bytes. Python's `zipfile` trusts the directory, so an offset that is wrong by a few bytes would give
+wrong numbers. Here every local header must be where the directory says and carry the same name, and
+the entries must fill the file from its first byte to the directory without gap or overlap. What
+PyTorch itself requires (a version, one folder that holds all entries) is required too.
 """
 
 import io
@@ -89,7 +89,7 @@ class Archive:
         return self._prefix + entry in self._begins
 
     def read(self, entry: str) -> bytes:
-        """Return all bytes of an entry, which is small."""
+        """Read all bytes of a small entry."""
         self.place(entry)  # raises if it is not there
         return self._archive.read(self._prefix + entry)
 

@@ -42,11 +42,11 @@ _BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"  # a pickl
 
 
 def covers_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes, none of them empty, cover a shape without gap or overlap.
+    """Return whether nonempty boxes cover a shape exactly, without gap or overlap.
 
-    A box is described by its corners, with alternating signs. The boxes cover the shape if all
-    corners, added up by position, cancel except those of the whole shape. Dimensions that no box
-    divides are left out.
+    Each corner of a box gets a sign, opposite to that of its neighbours. The signs of all corners
+    are added up by position. The boxes cover the shape if only the corners of the whole shape are
+    left, and all other sums are 0. Dimensions that no box divides are left out.
 
     Raises:
         ValueError: the boxes divide too many dimensions.
@@ -165,7 +165,9 @@ def open_dcp(directory: Path, key: str | None = None) -> Checkpoint:
 def _object(name: str, places: Mapping) -> Any:
     """Read a pickled object of a distributed checkpoint, such as a number or a list.
 
-    `places` has its file and byte range under the key None.
+    Args:
+        name: flat name of the object in the checkpoint, for messages.
+        places: offset of a chunk -> its file and byte range; an object has the key None.
     """
     file, start, length = places[None]
     return read_torch_file(file, within=(start, length), name=name)

@@ -1,4 +1,4 @@
-"""Tell the tensors of a model in a distributed checkpoint from those of optimizers; read moments.
+"""Separate a distributed checkpoint into tensors of the model and of optimizers; read moments.
 
 The dict that is saved, such as `{"model": {...}, "optim": {"state": {NAME: {"exp_avg": ...}}}}`, is
 flattened to names such as `optim.state.NAME.exp_avg`. `NAME` has dots of its own, so the paths in
@@ -74,9 +74,10 @@ def state_entry(path: Path) -> StateEntry | None:
 
 
 def _flat_entry(path: Path, part: str) -> StateEntry | None:
-    """Divide a path whose last key is `PART.NAME.KEY`; None for any other path.
+    """Divide a path whose last key is `PART.NAME.KEY`; return None for any other path.
 
-    If the saved dict was not flattened, the path is one key, the name `ABOVE.PART.NAME.KEY`.
+    `part` is PART: "state" or "param_groups". If the saved dict was not flattened, the path is one
+    key, the name `ABOVE.PART.NAME.KEY`.
     """
     last = str(path[-1]) if path else ""
     begin = re.search(r"(?:^|\.)(state|param_groups)\.", last)
@@ -127,10 +128,11 @@ def sort_tensors(
 def _of_optimizers(
     flat: Mapping[Path, dict[str, dict[str, Any]]], paths: Mapping[str, Path]
 ) -> dict[Path, dict[str, dict[str, Any]]]:
-    """Keep the states that surely belong to an optimizer, of those found by a key `state.NAME.KEY`.
+    """Return those candidates that surely are optimizer states: path -> parameter -> entries.
 
     Args:
-        flat: path of the dict above -> name of a parameter -> its entries.
+        flat: the candidates, found by a name `ABOVE.state.NAME.KEY`: path `ABOVE` -> `NAME` ->
+            entries by `KEY`. A model may have such names too.
         paths: the paths of all names.
     """
     groups: dict[Path, set[str]] = {}
@@ -151,7 +153,7 @@ def _of_optimizers(
 
 
 def _is_kept(state: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether a state has, for any parameter, an entry of the kind that optimizers keep."""
+    """Return whether any parameter's state has an entry that optimizers write, such as a moment."""
     return any(_KEPT & held.keys() for held in state.values())
 
 
@@ -207,7 +209,7 @@ def model_names(
 
 
 def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Map each beginning of a name, such as `model`, to {full name: the rest of the name}."""
+    """Group names by beginning, such as `model`: beginning -> full name -> rest of the name."""
     models: dict[str, dict[str, str]] = {}
     for full in names:
         keys = full.split(".", _MAX_KEYS_ABOVE)
@@ -220,8 +222,9 @@ def _beginnings(names: Iterable[str]) -> dict[str, dict[str, str]]:
 def _fits(trained: set[str], above: Path, below: Mapping[Path, Mapping[str, str]]) -> bool:
     """Return whether the dict at path `above` may hold all `trained` parameters.
 
-    `DistributedDataParallel` puts `module.` before names, but functions of PyTorch that save an
-    optimizer's state leave it out; so the names may differ in this prefix.
+    Names in the dict may have a prefix `module.` that `trained` names lack:
+    `DistributedDataParallel` adds it to a model's names, and PyTorch's functions for optimizer
+    states drop it.
 
     Args:
         trained: plain names of the trained parameters.
@@ -248,7 +251,7 @@ def read_moments(
 
     Args:
         states: path of each optimizer -> parameter -> its state.
-        objects: path -> reads the pickled object there.
+        objects: path -> function that reads the pickled object at this path.
         tensors: tensors of the model by name.
         where: the directory, for messages.
         names: names of the parameters in the optimizer's order, if it identifies them by number.

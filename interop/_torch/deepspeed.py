@@ -42,7 +42,7 @@ def is_deepspeed(directory: Path) -> bool:
 
 
 def is_part_of_deepspeed(file: Path) -> bool:
-    """Return whether one process of ZeRO wrote a file, so that it holds no whole tensor."""
+    """Return whether a file, by its name, is the part of one process of a ZeRO run."""
     model = _MODEL.fullmatch(file.name)
     return _OPTIMIZER.fullmatch(file.name) is not None or (model is not None and bool(model[1]))
 

@@ -36,7 +36,8 @@ def is_legacy(head: bytes) -> bool:
 class LegacyFile:
     """A reader of a file that PyTorch before 1.6 wrote; the file is checked when it is opened.
 
-    It finds where the file holds the numbers of each tensor, and has the methods of an `Archive`.
+    It locates the elements of each tensor in the file. It has the methods of an `Archive`, so that
+    both forms of files are read by the same code.
 
     Args:
         file: the file.
@@ -109,7 +110,10 @@ class LegacyFile:
             )
 
     def _note(self, pid: tuple) -> Any:
-        """Record the number of elements and dtype of a storage, when the object is first read."""
+        """Record the number of elements and the dtype of a storage, while the object is first read.
+
+        `pid` is the persistent id by which the object refers to the storage.
+        """
         if pid[0] == "module":
             return pid[1]
         _, of, key, _, count, _ = pid  # `_Reader` checks them

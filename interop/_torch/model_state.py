@@ -79,7 +79,7 @@ class ModelState:
     def tensors(self, *, leaving_out: Collection[str]) -> dict[str, LazyTensor]:
         """Return the tensors in `module` whose names are not in `leaving_out`.
 
-        With the trained parameters left out, these are buffers and untrained parameters.
+        If trained parameters are left out, the result holds buffers and untrained parameters.
         """
         return {
             name: called(name, value)
@@ -88,7 +88,7 @@ class ModelState:
         }
 
     def not_there(self, name: str) -> ValueError:
-        """Return the error that a parameter has a shape in this file, but no tensor in `module`."""
+        """Return the error for a parameter `name` that has a shape in this file but no tensor."""
         what = f"gives {shown(name)} a shape, but the model there (`module`) has no such tensor, so"
         return wrong(self.file, f"{what} it cannot be checked", AGAIN)
 
@@ -196,9 +196,10 @@ def check_values(
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return the first elements of the windows of a parameter that are compared.
+    """Return the numbers of elements at which the compared windows of a parameter begin.
 
-    There are three windows in each fragment; `sizes` are the fragments' numbers of elements.
+    `check_values` compares three short windows in each fragment; `sizes` has the fragments'
+    numbers of elements.
     """
     starts, begin = {0}, 0
     for size in sizes:

@@ -37,7 +37,7 @@ class ModelOrder(NamedTuple):
     Attributes:
         names: in the order of `model.parameters()`.
         decayed: names in the first of the Trainer's two groups, which has weight decay. None if
-            these names are not known, except that none of them contains "bias".
+            these names are not known; then the first group may hold any name without "bias".
     """
 
     names: Sequence[str]
@@ -60,8 +60,9 @@ class Origin(NamedTuple):
 def parameters_in(tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Return the names in a model's state dict that may be names of parameters.
 
-    Left out are integers, statistics of batch normalization, and all but the first name of a tied
-    weight: its names share one place in the file. Other buffers cannot be told from parameters.
+    Integers and statistics of batch normalization are left out. Of the names of a tied weight,
+    which share one place in the file, only the first is returned. Other buffers cannot be told from
+    parameters, and are returned too.
     """
     seen, names = set(), []
     for name, tensor in tensors.items():
@@ -107,9 +108,10 @@ def _names_of_numbers(
 
 
 def _doubtful(candidates_of: Mapping[int, Sequence[str]]) -> int | None:
-    """Return a number whose name is not certain; None if there is none.
+    """Return a number whose name is not certain; None if all names are certain.
 
-    That is a number with no name or several, or with a name that another number has too.
+    A name is not certain if the number has no candidate or several, or if its only candidate is
+    also that of another number. `candidates_of` maps numbers to candidates.
     """
     counts = collections.Counter(name for names in candidates_of.values() for name in names)
     return next(
@@ -171,10 +173,16 @@ class _Ways:
         return names
 
     def _moves(self, before: _Taken, name: str) -> Iterator[tuple[_Taken, int | None]]:
-        """Yield the moves from a state, given the next name in the model's list.
+        """Yield the possible moves from a state: one group takes the next name, or none does.
 
-        A move is (state after it, number that takes the name); or (`before`, None) if no group
-        takes the name. A state has, for each group, how many of its numbers have got names.
+        A state says for each group how many of its numbers have got names.
+
+        Args:
+            before: the state.
+            name: the next name in the model's list.
+
+        Yields:
+            (state afterwards, number that takes the name); or (`before`, None) if no group does.
         """
         yield before, None
         for index, group in enumerate(self.groups):

@@ -121,7 +121,7 @@ class PickleMachine:
     def spend(self, work: int) -> None:
         """Charge `work` to the budget of the pickle; raise `UnpicklingError` when it is spent.
 
-        Work is counted in items that an operation reads, beyond those that the pickle writes out.
+        One unit of work is one item that an operation hashes or copies.
         """
         self._work -= work
         if self._work < 0:
@@ -158,7 +158,7 @@ class PickleMachine:
         return value
 
     def set_items(self, target: Any, items: list[Any]) -> None:
-        """Set the items of a dict from alternating keys and values; a record ignores them."""
+        """Set items of `target` from alternating keys and values; leave a `Record` unchanged."""
         if len(items) % 2:
             raise pickle.UnpicklingError("a key without a value")
         if type(target) is Record:
@@ -182,9 +182,9 @@ class PickleMachine:
                 self.key(element)
 
     def _size_of(self, value: Any) -> tuple[int, int]:
-        """Return the number of nodes and the depth of a value, as far as it is nested tuples.
+        """Return (number of nodes, depth) of a value, a tree of nested tuples and frozensets.
 
-        Only tuples and frozensets have inner nodes.
+        Any other value is a leaf.
         """
         if type(value) not in (tuple, frozenset):
             return 1, 0

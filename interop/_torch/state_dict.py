@@ -88,7 +88,7 @@ def read_optimizer(
     origin: Origin,
     records: Collection[str],
 ) -> AdamMoments:
-    """Read the moments of a model from a file that holds an optimizer; see `moments_of`."""
+    """Read a model's moments from a file with an optimizer's state dict; see `moments_of`."""
     optimizers = _optimizers_in(read_torch_file(file, records=records))
     if not optimizers:
         raise ValueError(f"{str(file)!r} holds no state of an optimizer. Give one that does.")
@@ -113,7 +113,7 @@ def _only_moments(
 
 
 def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str, Any]:
-    """Return the dict of tensors at the dotted path `key` in a file, or the only one in it."""
+    """Return the dict of tensors at the dotted path `key` in a file; None: the only such dict."""
     dicts = _dicts_of_tensors(content, file)
     if key is not None and key not in dicts:
         raise ValueError(
@@ -140,10 +140,10 @@ def _state_dict(content: Any, file: Path, key: str | None = None) -> Mapping[str
 
 
 def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
-    """Map dotted path -> dict of tensors, for all dicts of tensors in a file but optimizers'.
+    """Return dotted path -> dict, for all dicts of tensors in a file that are not an optimizer's.
 
-    A dict of dicts that is at several paths is searched only at the first: nested dicts that
-    contain each other twice have exponentially many paths.
+    A dict that can be reached by several paths is searched only once. Otherwise nested dicts, each
+    of which contains the next one twice, would have exponentially many paths.
     """
     dicts: dict[str, Mapping[str, Any]] = {}
     searched: set[int] = set()
@@ -206,7 +206,7 @@ def _is_optimizer(content: Mapping) -> bool:
 
 
 def _optimizers_in(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    """List the optimizer state dicts at the top level or one level down, each with its path."""
+    """List (path, state dict) of the optimizers at the top level of a file or one level down."""
     if not isinstance(content, Mapping):
         return []
     if _is_optimizer(content):

@@ -2,10 +2,11 @@
 
 Such a file is an uncompressed zip archive: `NAME/data.pkl` describes objects, and `NAME/data/KEY`
 holds the bytes of a storage, which tensors view with an offset and strides. `unpickle` reads the
-description without executing it; of a storage only the byte range is recorded. Reading a slice maps
-the file and copies that slice bit for bit, bfloat16 included.
+description without executing it; for a storage, only the byte range is recorded. Reading a slice
+maps the file and copies that slice bit for bit, bfloat16 included.
 
-Distributed checkpoints put several such archives into one file, so an archive is a byte range.
+A distributed checkpoint puts several such archives into one file, so an archive is given by a file
+and a byte range.
 """
 
 import math
@@ -92,7 +93,7 @@ class _Reader:
         self._repeated_bytes = 0
 
     def read(self, records: Collection[str]) -> Any:
-        """Read the object; of a program of `torch.jit.save`, its state dict."""
+        """Read the object in the archive; for a program of `torch.jit.save`, its state dict."""
         content = unpickle(
             self._archive.read("data.pkl"),
             self._archive.where,

@@ -1,8 +1,9 @@
 """Read the state dict of a program that `torch.jit.save` wrote.
 
 Its archive has the form of `torch.save`'s: `data.pkl` holds the module, an object whose attributes
-are tensors, other modules and values of Python. The source of its class in `code/` declares which
-tensors are parameters and buffers; only these two lines are read, and nothing is run. Other
+are tensors, other modules and values of Python. The source of its class in `code/` has a line that
+lists its parameters and one that lists its buffers; only these two lines are read, and nothing is
+run. Other
 tensors, such as those of `constants.pkl`, are no part of a state dict.
 """
 
@@ -35,7 +36,7 @@ class _Class:
 
 
 class _Classes:
-    """The declarations of classes in an archive, read when they are needed."""
+    """The classes that an archive declares in `code/`; an entry is read when it is needed."""
 
     def __init__(self, archive: Archive):
         self._archive = archive

@@ -4,10 +4,10 @@
 `exp_avg_sq.pt` and `step.pt`. If the checkpoint was converted from stage 3, tensors are flat,
 except where tensor parallelism was merged, and the step is in `zero/optimizer_state.pt` only.
 
-Shapes of stage 3, buffers and untrained parameters are in the model states, which are copied. From
-stages 1 and 2 the converter also writes `fp32.pt` for tensors without optimizer state. It copies
-them from the first model state that has them, casts them to float32, and does not merge them over
-tensor parallelism. The model state is exact, so it is used instead.
+Shapes of stage 3, buffers and untrained parameters are in the model states, which the converter
+copies. From stages 1 and 2 the converter also writes `fp32.pt` for tensors without optimizer state.
+It copies these tensors from the first model state that has them, casts them to float32, and does
+not merge them over tensor parallelism. The model state is exact, so it is read instead.
 
 https://www.deepspeed.ai/tutorials/universal-checkpointing/
 """
@@ -96,9 +96,9 @@ def open_universal(
 def _folders(directory: Path) -> dict[str, Path]:
     """Map the name of each parameter to its folder in `directory`.
 
-    Activation checkpointing gives a parameter two names, each with a folder. Only one folder has
-    the moments, and it is kept; into the other, `ds_to_universal.py` copies the tensor of the model
-    state.
+    Activation checkpointing gives a parameter two names, each with a folder. The result has only
+    the folder with the moments. The other folder is a copy of the tensor in the model state, which
+    `ds_to_universal.py` makes.
     """
     folders = [path for path in sorted(directory.iterdir()) if path.is_dir()]
     trained = {plain_name(path.name) for path in folders if _is_trained(path)}
@@ -109,7 +109,7 @@ def _folders(directory: Path) -> dict[str, Path]:
 
 
 def _entries(folder: Path) -> set[str]:
-    """Return the names of the optimizer's entries for a parameter, such as `exp_avg`."""
+    """Return the names of a parameter's optimizer entries in its folder, such as `exp_avg`."""
     return {path.stem for path in folder.glob("*.pt")} - {"fp32"}
 
 
@@ -174,7 +174,7 @@ def _shaped(
 def _check_copies(
     folders: Mapping[str, Path], kept: Mapping[str, LazyTensor], others: Mapping[str, LazyTensor]
 ) -> None:
-    """Raise unless tensors without optimizer state have the same shape in both places.
+    """Raise unless the converter's copies have the shapes of the tensors in the model state.
 
     Args:
         folders: name -> folder with the converter's copy.
@@ -235,7 +235,7 @@ def _step(folder: Path, records: Collection[str], read_optimizer: Callable[[], A
 
 
 def _states_in(optimizer: Any) -> Collection[Any]:
-    """Return the states of all groups in the content of `zero/optimizer_state.pt`."""
+    """Return the dicts of entries that `zero/optimizer_state.pt`, read as `optimizer`, holds."""
     held = optimizer.get("optimizer_state_dict") if isinstance(optimizer, Mapping) else None
     states = held.get("state") if isinstance(held, Mapping) else None
     return states.values() if isinstance(states, Mapping) else ()

@@ -86,19 +86,19 @@ _REBUILD = {
 
 
 class TorchDtype(NamedTuple):
-    """A dtype that a pickle names, such as `torch.float32`."""
+    """Stands for a dtype of PyTorch that a pickle names, such as `torch.float32`."""
 
     dtype: np.dtype
 
 
 class TorchStorage(NamedTuple):
-    """A class of storages that a pickle names, such as `torch.FloatStorage`."""
+    """Stands for a class of storages that a pickle names, such as `torch.FloatStorage`."""
 
     dtype: np.dtype
 
 
 class _Marker(NamedTuple):
-    """A class that a pickle passes as an argument, and does not call."""
+    """Stands for a class that a pickle may pass as an argument but not call."""
 
     name: str
 
@@ -224,7 +224,7 @@ class Names:
 
 
 def _check_gradient(requires_grad: Any, dtype: Any) -> None:
-    """Raise if a tensor of integers requires a gradient, since PyTorch refuses to load one."""
+    """Raise if `requires_grad` is no bool, or if it is True for a tensor of integers."""
     real = not isinstance(dtype, np.dtype) or dtype.kind in "fcV"  # V: bfloat16, float8
     if type(requires_grad) is not bool or (requires_grad and not real):
         raise pickle.UnpicklingError(f"requires_grad={shown(requires_grad)} of {shown(dtype)}")

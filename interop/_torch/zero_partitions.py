@@ -104,7 +104,7 @@ def paddings_of(group: Mapping[str, Shape], index: int, ranks: Sequence[Rank]) -
 
 
 def check_partitions(total: int, index: int, ranks: Sequence[Rank]) -> None:
-    """Raise `ValueError` unless the flat tensors of a group have the sizes of stages 1 and 2.
+    """Raise `ValueError` unless a group's flat tensors have the sizes of stages 1 and 2.
 
     Args:
         total: elements of the group, with the paddings after its parameters.
@@ -211,8 +211,8 @@ def check_ranks(ranks: Sequence[Rank]) -> None:
 def _sample(rank: Rank) -> bytes | None:
     """Return the bytes of some elements of a process's parameters and of their first moments.
 
-    None if all sampled elements of either are equal, like the zeros of moments before the first
-    step: then the partitions of two processes may rightly be the same.
+    Return None if all sampled parameters are equal, or all sampled moments, which are zeros before
+    the first step. The partitions of two processes may then be the same without an error.
     """
     sampled = []
     for kind in ("fp32", MOMENTS[0]):
@@ -257,7 +257,7 @@ def _read_rank(file: Path, state: Mapping[str, Any]) -> Rank:
 def fragments_of(
     stage: int, groups: Sequence[Mapping[str, Shape]], ranks: Sequence[Rank]
 ) -> Fragments:
-    """Locate each parameter in the flat tensors of all processes.
+    """Locate each parameter in the flat tensors of all processes: name -> list of fragments.
 
     Args:
         stage: the ZeRO stage.
@@ -318,8 +318,8 @@ def _cut(offset: int, size: int, pieces: Sequence[tuple[tuple[int, int], int]]) 
     """Locate a range of elements in consecutive flat tensors.
 
     Args:
-        offset: number of its first element, counted over all the flat tensors.
-        size: number of its elements.
+        offset: number of the range's first element, counted over all the flat tensors.
+        size: number of elements in the range.
         pieces: ((rank, group), number of elements) of each flat tensor.
     """
     fragments, begin = [], 0

@@ -54,7 +54,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """The training pairs of a tree, and the held-out pairs of modules that are not trained on."""
+    """The pairs of a tree of files: those to train on, and those held out for evaluation."""
 
     train: tuple[Pair, ...]
     held_out: tuple[Pair, ...]
@@ -104,7 +104,7 @@ def is_held_out(module: str) -> bool:
 
 
 def pairs_in(source: str, module: str) -> Iterator[Pair]:
-    """Yield a pair for each function of `source` with a docstring and a body worth finding.
+    """Yield a pair for each function of `source` whose docstring and body are long enough.
 
     Source that is not valid Python for this interpreter yields nothing: trees of Python files
     contain templates and files for other versions.
@@ -180,7 +180,7 @@ class PairTokens(NamedTuple):
         return self.ids.shape[0]
 
     def rows(self, rows: slice) -> PairTokens:
-        """Return the pairs of a slice."""
+        """Return the pairs at the indices of the slice `rows`."""
         return PairTokens(self.ids[rows], self.mask[rows])
 
 
@@ -254,7 +254,7 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """A hash of all rows. It differs after edits, and with another Python or tokenizer."""
+        """A hash of all rows; it changes after edits, and with another Python or tokenizer."""
         arrays = (*self.train, *self.held_out)
         return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 

@@ -13,8 +13,8 @@ _FAKE_DEVICES = 8
 def choose_devices(num_devices: int | None) -> list[Any]:
     """Return `num_devices` devices (`jax.Device`) of the default backend; None: all.
 
-    JAX is told to show the CPU as several devices, which takes effect only on a machine without
-    accelerators. It must be told before it starts a backend, so before the backend is known.
+    JAX is configured to show the CPU as several devices, which matters only on a machine without
+    accelerators. This must be done before JAX starts a backend, so it is done on every machine.
 
     Raises:
         ValueError: there are fewer devices than requested.

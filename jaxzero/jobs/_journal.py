@@ -3,8 +3,8 @@
 Every line of the file is a JSON object with a `kind` ("step", "evaluation" or, after training,
 "node_bytes") and a `step`. A resumed run first drops the lines of steps that come after its
 checkpoint, so the file reads as if nothing had happened. A tracker, such as TensorBoard, receives
-every row while the job runs, under the same names; when a run is resumed, it discards rows of later
-steps too.
+the values of every row while the job runs, under the same names. When a run is resumed, the tracker
+too discards steps that come after the checkpoint.
 """
 
 import dataclasses
@@ -65,10 +65,11 @@ def make_trackers(settings: Train, console: Console) -> Sequence[Tracker]:
 
 
 class TensorBoard:
-    """Write scalars to event files, one file for each start; `log` returns once they are on disk.
+    """Write metrics to TensorBoard's event files, a new file whenever the job starts or resumes.
 
-    Metrics from before a checkpoint must exist when a run resumes from it; a `SummaryWriter` hands
-    events to a thread, and its `flush` does not wait for that thread.
+    `log` returns only when the metrics are on disk: a run that resumes from a checkpoint needs all
+    metrics from before it. So `SummaryWriter` is not used, which hands events to a thread, and
+    whose `flush` does not wait for that thread.
     """
 
     def __init__(self, directory: Path):
@@ -106,9 +107,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """Log to a run of a Weights & Biases project.
 
-    The id of that run is a file in the training run's folder, so a resumed job continues the same
-    run. The steps that it repeats are not discarded: Weights & Biases ignores steps that it already
-    has, and their values are the same bit for bit.
+    A file in the job's folder holds the id of the W&B run, so a resumed job continues this run.
+    Rows of steps that the job repeats stay: Weights & Biases ignores a step that it already has,
+    and a repeated step has the same values, bit for bit.
     """
 
     def __init__(self, project: str, directory: Path, config: Mapping[str, Any]):
@@ -272,7 +273,7 @@ def plot_run(rows: Sequence[Row], path: Path, *, title: str, curves: Mapping[str
 
 
 def _running_mean(values: Sequence[float]) -> np.ndarray:
-    """Return, for each value, the mean of it and of up to `_SMOOTHING - 1` values before it."""
+    """Return, for each value, the mean of this value and up to `_SMOOTHING - 1` values before."""
     total = np.cumsum([0.0, *values])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - _SMOOTHING, 0)

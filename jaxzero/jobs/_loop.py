@@ -137,7 +137,7 @@ def _one_round(session: Session, state: State, round_fn: RoundFn) -> tuple[State
 
 
 def _finite(numbers: Numbers) -> Numbers:
-    """Return the finite numbers, since JSON has no others.
+    """Return the metrics whose values are finite, since JSON cannot represent NaN or infinity.
 
     A loss may overflow, and SimiGrad's similarity is NaN before the first update.
     """
@@ -145,9 +145,9 @@ def _finite(numbers: Numbers) -> Numbers:
 
 
 def _save_compared(session: Session, state: State) -> None:
-    """Compare the replicas of each array, then save a checkpoint.
+    """Compare the replicas of each array on all devices, then save a checkpoint.
 
-    A checkpoint has one of the replicas, which would hide a difference.
+    A checkpoint holds only one replica, so after saving a difference would be lost.
     """
     if session.settings.faults.check_every:
         _compare(session, state)

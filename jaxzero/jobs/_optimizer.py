@@ -1,4 +1,4 @@
-"""The optimizer of the job: AdamW on clipped gradients, in batches whose size may adapt.
+"""Build the optimizer of the job: AdamW on clipped gradients, with a batch size that may adapt.
 
 A step whose loss or gradients are not finite changes nothing, and is counted.
 
@@ -29,8 +29,9 @@ def _apply_if_finite(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it changes nothing unless loss (`value`) and gradients are finite.
 
-    `optax.apply_if_finite` decides by `cond`, which needs whole leaves. This one selects the new or
-    the old value of each element, so that leaves in host memory can be updated in parts.
+    `optax.apply_if_finite` chooses between old and new state by `cond`, which needs whole leaves.
+    This wrapper instead selects the old or the new value element by element, so that leaves in
+    host memory can be updated part by part.
     """
     run = optax.with_extra_args_support(inner).update
 

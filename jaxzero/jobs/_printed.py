@@ -40,7 +40,8 @@ _KINDS = {
 class NodeBytes:
     """Bytes that enter each node in one step, with the job's settings and with plain ZeRO-3.
 
-    The bytes are of weights and gradients; with local steps, those of the job are of parameters.
+    Weights and gradients are counted. With local steps, nodes exchange parameters instead, so for
+    the job the bytes of these are counted.
     """
 
     sent: int  # by the job
@@ -52,7 +53,7 @@ class NodeBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run: scores on held-out files before and after it, bytes and seconds."""
+    """The result of a run: scores on held-out files before and after training, bytes, seconds."""
 
     before: Scores
     after: Scores
@@ -102,8 +103,9 @@ def node_bytes(
 def print_overview(session: Session, state: State) -> None:
     """Print the bytes that a device holds between steps, and the bytes that a step sends.
 
-    The bytes that a step sends are those into each node, and those to each device from its own
-    node. With local steps they are the bytes that nodes exchange in a step on average.
+    Two numbers are printed for a step: the bytes sent into each node from other nodes, and the
+    bytes sent to each device from its own node. With local steps, the mean bytes that nodes
+    exchange in a step are printed instead.
 
     Args:
         session: the session that will train.
@@ -125,10 +127,11 @@ def print_overview(session: Session, state: State) -> None:
 
 
 def print_verified(session: Session, state: State) -> None:
-    """Compare the first step, without codecs, with plain JAX on one device; print the verdict.
+    """Compare the run's first step, computed without codecs, with plain JAX; print the verdict.
 
     Raises:
-        ValueError: no device has the memory for plain JAX, or the run takes local steps.
+        ValueError: the run takes local steps, or no device has the memory for the step in plain JAX
+            on one device.
     """
     if session.rounds is not None:
         raise ValueError(
@@ -156,7 +159,7 @@ def _bytes(tree: Any, on_host: bool) -> int:
 
 
 def _exchanged(report: LocalReport, local: LocalOptions) -> str:
-    """Say how many bytes nodes exchange in a step, and how many steps later they use them."""
+    """Say how many bytes nodes exchange in a step, and after how many steps these are used."""
     sent = readable_bytes(round(report.bytes_per_step))
     plural = "s" if report.delay > 1 else ""
     when = f"used {report.delay} step{plural} later" if report.delay else "for which nodes wait"
@@ -167,7 +170,7 @@ def _exchanged(report: LocalReport, local: LocalOptions) -> str:
 
 
 def _sent(traffic: Traffic, num_nodes: int) -> str:
-    """Format the bytes that a step sends into nodes and devices; the loss's own are not counted."""
+    """Format the bytes that a step sends into nodes and devices, without the loss's collectives."""
     amounts = []
     if num_nodes > 1:
         amounts.append(f"{readable_bytes(traffic.node_bytes)} into each node")
@@ -218,7 +221,7 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 
 
 def print_summary(session: Session, outcome: Outcome) -> None:
-    """Print scores, speed and bytes sent, and where the results are."""
+    """Print the scores, the speed, the bytes sent, and the folder with the results."""
     task, console, directory = session.setup.task, session.console, outcome.directory
     rows = session.journal.rows("step")
     table = Table(title=task.title, title_justify="left")

@@ -7,7 +7,8 @@ With unit vectors d_i (descriptions) and c_j (code) of all pairs of a step on *a
 
 (InfoNCE, https://arxiv.org/abs/1807.03748, in both directions as in
 https://arxiv.org/abs/2103.00020). Each device holds the rows of its own pairs and gathers the
-columns, so more devices mean more negatives. With local steps, "all devices" are those of a node.
+columns, so more devices mean more negatives. With local steps, "all devices" means those of one
+node.
 
 Dimensions: b pairs of this device, n pairs of all devices, t tokens, d embedding.
 """
@@ -57,8 +58,8 @@ def contrastive_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the loss of this device's pairs, with the pairs of all devices as negatives.
 
-    These are the devices along the mesh axes `axes`, which must be bound where it is called. It
-    runs one all-gather over them.
+    "All devices" are those along the mesh axes `axes`. Call this function inside `shard_map`, where
+    these axes are bound; it runs one all-gather over them.
 
     Returns:
         The loss, and metrics of this device's descriptions: `accuracy`, the share whose nearest
@@ -110,7 +111,7 @@ def make_loss(graph: Any, *, temperature: float, axes: tuple[str, ...] = AXES) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """Scores from 0 to 1: how well code of held-out pairs is found by its description."""
+    """Scores from 0 to 1 that say how well descriptions of held-out pairs find their code."""
 
     mrr_at_10: float
     recall_at_1: float

@@ -1,9 +1,10 @@
-"""Begin, save and restore a training run: fixed objects (`Session`), training state (`State`).
+"""Begin, save and restore a training run: its fixed objects (`Session`), and its `State`.
 
 A run begins at step 0, or goes on from its last checkpoint. The wire state is saved separately,
 since a run can resume without it. It is saved before the checkpoint of its step, and after the
-previous checkpoint is complete. So one more wire state is kept than checkpoints. When a run is
-resumed, wire states of steps after its checkpoint are deleted.
+previous checkpoint is complete. So that every checkpoint keeps its wire state, one more wire state
+than checkpoints is kept. When a run is resumed, wire states of steps after its checkpoint are
+deleted.
 """
 
 import contextlib
@@ -59,14 +60,14 @@ class Session:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of a step of all nodes together; the first access traces the model."""
+        """The plan of a step, in a run without local steps; first use traces the model."""
         assert self.rounds is None
         return plan_step(self.setup.zero, self.setup.params, self.loss, self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """The training state after a step; with the settings it determines all later steps exactly."""
+    """The training state after a step; state and settings determine all later steps exactly."""
 
     step: int  # number of steps done
     params: Any  # with local steps, the parameters of each node, `[nodes, ...]`
@@ -76,20 +77,20 @@ class State:
 
     @property
     def trees(self) -> dict[str, Any]:
-        """The trees of all arrays of the state, by name."""
+        """All arrays of the state, as a dict from names, such as "params", to trees of arrays."""
         named = {name: getattr(self, name) for name in ("params", "opt_state", "wire_state")}
         return {**named, **self.exchange}
 
     @classmethod
     def of_local(cls, step: int, local: LocalState) -> "State":
-        """Make the training state of a run with local steps from the state of its rounds."""
+        """Make the state after `step` steps from a `LocalState`, in a run with local steps."""
         fields = {x.name: getattr(local, x.name) for x in dataclasses.fields(local)}
         params, opt_state = fields.pop("params"), fields.pop("opt_state")
         return cls(step=step, params=params, opt_state=opt_state, wire_state=None, exchange=fields)
 
     @property
     def local(self) -> LocalState:
-        """The state of the rounds: the `LocalState` that was given to `of_local`."""
+        """This state as a `LocalState`, in a run with local steps; the inverse of `of_local`."""
         return LocalState(params=self.params, opt_state=self.opt_state, **self.exchange)
 
 
@@ -150,7 +151,7 @@ def begin(session: Session) -> State:
     """Make the state before the first step.
 
     Raises:
-        ValueError: there is a run of this name already, or damaged checkpoints of one.
+        ValueError: the run's folder already holds checkpoints of a run, complete or damaged.
     """
     step = latest_step(session)
     if step is not None:
@@ -214,7 +215,8 @@ def _on_these_nodes(
 ) -> LocalState:
     """Turn a state that `nodes` nodes saved into one for the nodes of this mesh.
 
-    If their numbers differ, all nodes go on from the mean of the saved parameters.
+    If the mesh has another number of nodes, all its nodes go on from the mean of the saved nodes'
+    parameters.
     """
     if nodes == rounds.num_nodes:
         return local
@@ -255,9 +257,10 @@ def _first_wire_state(session: Session, params: Any) -> Any:
 
 
 def _wire_checkpoints(session: Session) -> Checkpoints:
-    """Return the checkpoints of wire states, of which one more is kept than of the run's.
+    """Open the checkpoints of wire states, which are kept apart from the run's checkpoints.
 
-    The reason is that a wire state is saved before the checkpoint of its step.
+    A wire state is saved before the checkpoint of its step. So one more wire state is kept than
+    checkpoints of the run.
     """
     keep = session.settings.run.keep_checkpoints + 1
     return Checkpoints(_wire_directory(session), session.setup.zero, keep=keep)
@@ -266,8 +269,8 @@ def _wire_checkpoints(session: Session) -> Checkpoints:
 def _drop_wire_states(session: Session, *, after: int | None = None) -> None:
     """Delete the wire states of steps after step `after`; None: of all steps.
 
-    These steps will be repeated. `Checkpoints.save` skips a step that is there, so a repeated step
-    would keep its old wire state, perhaps one of another layout.
+    The run will repeat these steps. `Checkpoints.save` skips a step that is already saved, so a
+    repeated step would keep its old wire state, which may have another layout.
     """
     if process_index() == 0:
         if after is None:
@@ -296,8 +299,8 @@ def _initial(session: Session) -> State:
 def _identity(session: Session) -> dict[str, Any]:
     """Return the settings in which a resumed run must agree with the saved run, as plain data.
 
-    Devices and sharding may differ: they change what is learned only by rounding. With local steps
-    the number of nodes changes it too, and may nevertheless differ.
+    Devices and sharding are not among them, since they change the trained parameters only by
+    rounding. Neither is the number of nodes, although with local steps it changes them more.
     """
     local = dataclasses.asdict(session.settings.local)
     return {

@@ -20,7 +20,7 @@ _CODECS = {"float32": None, "int8": Int8(), "int4": Int4()}
 
 
 def check_positive(settings: object, *names: str, finite: bool = False) -> None:
-    """Raise `ValueError` unless these fields are None or above 0."""
+    """Raise `ValueError` unless the fields `names` are None or above 0 (`finite`: and finite)."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and (not value > 0 or (finite and math.isinf(value))):
@@ -83,7 +83,7 @@ class LocalOptions:
 
     @property
     def method(self) -> LocalSteps | None:
-        """The method of local steps; None if all nodes take each step together."""
+        """These options as a `LocalSteps`; None if all nodes take each step together."""
         if self.local_steps is None:
             return None
         momentum = self.outer_momentum or None  # with 0, optax would keep a trace of no use
@@ -99,8 +99,8 @@ class LocalOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """What it is trained on: for an encoder pairs of a docstring and the body that it describes,
-    from a tree of Python files; for a decoder the text of all files in a folder."""
+    """What the model is trained on: for an encoder, pairs of a docstring and the body that it
+    describes, from a tree of Python files; for a decoder, the text of all files in a folder."""
 
     data: Directory = None
     """Folder with the files. Left out, the standard library of the Python that runs the job."""
@@ -115,7 +115,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Where it runs."""
+    """The devices on which the job runs."""
 
     nodes: Annotated[int | None, arg(metavar="INT")] = None
     """Groups that the devices form; links between groups are taken to be the slow ones. Left out,
@@ -173,8 +173,8 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """How it learns: AdamW, gradients clipped to norm 1. The loss of an encoder is contrastive, in
-    both directions; that of a decoder is the cross-entropy of the next token."""
+    """How the model is trained: AdamW, gradients clipped to norm 1. The loss of an encoder is
+    contrastive, in both directions; that of a decoder is the cross-entropy of the next token."""
 
     steps: int = 32
     """Optimizer steps in all, those before a resume included."""
@@ -279,7 +279,7 @@ class Run:
 
     @property
     def profiled_steps(self) -> range:
-        """Numbers of the steps to trace, from 1."""
+        """The steps to trace with the profiler, as a range of step numbers that count from 1."""
         if self.profile is None:
             return range(0)
         found = re.fullmatch(r"(\d+):(\d+)", self.profile)
@@ -292,12 +292,12 @@ class Run:
         return range(first, last + 1)
 
     def named(self) -> "Run":
-        """These settings, with the date and time for a name if it has none."""
+        """These settings; if they have no name, the date and time become the name."""
         return dataclasses.replace(self, name=self.name or time.strftime("%Y%m%d-%H%M%S"))
 
     @property
     def directory(self) -> Path:
-        """Where this run writes."""
+        """The folder to which this run writes."""
         assert self.name is not None, "call `named` first"
         return self.runs / self.name
 

@@ -1,4 +1,4 @@
-"""Set up devices, checkpoint, sharding and optimizer, for training and for its report."""
+"""Set up devices, checkpoint, sharding and optimizer, for training and for reports on a step."""
 
 import dataclasses
 import importlib.util
@@ -37,7 +37,7 @@ _MEETING_SECONDS = 1800.0  # a compile that has begun is not cut off at the end 
 
 
 def packaged_checkpoint() -> Path:
-    """Return the folder of the checkpoint that is installed as a package; do not import it.
+    """Find the checkpoint that is installed as a Python package, and return its folder.
 
     Raises:
         ValueError: the package is not installed.
@@ -94,9 +94,9 @@ def set_up(
     Args:
         checkpoint: a Hugging Face directory; None: the one that comes as a package.
         devices: nodes and devices of the mesh.
-        sharding: how arrays are split, or that the planner chooses it.
+        sharding: how arrays are split; its field `plan` leaves this choice to the planner.
         optimization: the optimizer, and the rows of a step.
-        max_tokens: tokens of a text; None: the default of `open_task`.
+        max_tokens: tokens to which texts are cut or padded; None: the default of `open_task`.
         console: where to print what was loaded and planned.
 
     Raises:

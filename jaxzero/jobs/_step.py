@@ -24,7 +24,7 @@ RoundFn = Callable[[LocalState, Any], tuple[LocalState, dict[str, Float[Array, "
 
 
 def make_step(setup: Setup, loss: LossFn) -> StepFn:
-    """Make the jitted step, a function of `(params, opt_state, wire_state, tokens)`.
+    """Make the jitted training step, a function of `(params, opt_state, wire_state, tokens)`.
 
     The step returns the next `params`, `opt_state` and `wire_state`, and metrics. Its first three
     arguments are donated, so that the results reuse their memory. `wire_state` is None if the
@@ -57,10 +57,10 @@ def make_rounds(setup: Setup, loss: LossFn, method: LocalSteps) -> LocalRounds:
 
 
 def make_round(setup: Setup, rounds: LocalRounds) -> RoundFn:
-    """Make the jitted round, a function of the state (donated) and `every` stacked batches.
+    """Make the jitted round: `(state, batches) -> (next state, metrics)`; the state is donated.
 
-    It returns the next state, and the metrics of each step. A metric is the mean over nodes; a
-    number of skipped steps is the largest of the nodes.
+    `batches` are the batches of a round's steps, stacked along a new first dimension. The metrics
+    are those of each step: means over nodes, or, for numbers of skipped steps, the largest.
     """
     options = _options(setup, local_steps=True)
     run = jax.jit(rounds, donate_argnums=0, compiler_options=options)
@@ -115,7 +115,7 @@ def _make_uncompiled(setup: Setup, loss: LossFn) -> StepFn:
 
 
 def _optimizer_metrics(opt_state: Any) -> Metrics:
-    """Return counts of skipped steps and, with `adaptive_batch`, the statistics of SimiGrad."""
+    """Return metrics: counts of skipped steps and, with `adaptive_batch`, SimiGrad's statistics."""
     skipped = {
         "skipped": opt_state.total_notfinite.astype(jnp.float32),
         "skipped_in_a_row": opt_state.notfinite_count.astype(jnp.float32),

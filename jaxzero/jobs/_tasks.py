@@ -60,12 +60,12 @@ class Task(abc.ABC):
     Attributes:
         checkpoint: the folder of the Hugging Face checkpoint.
         loaded: the config, graph and tensors of the checkpoint.
-        num_tokens: tokens of a text.
+        num_tokens: tokens of a row: texts are cut or padded to this length.
         unit: what a row of a batch is called.
         title: the title of the table of scores.
         scores: the class of the scores.
-        labels: for each field of the scores, its label.
-        curves: labels of the metrics that are plotted besides the loss.
+        labels: name of a field of the scores -> its label in the table.
+        curves: name of a metric that is plotted besides the loss -> its label.
     """
 
     checkpoint: Path
@@ -113,7 +113,7 @@ class Task(abc.ABC):
         """
 
     def said(self, scores: Scores) -> str:
-        """Format the scores in one line."""
+        """Return the scores as one line of text."""
         return ", ".join(f"{x} {getattr(scores, name):.3f}" for name, x in self.labels.items())
 
 
@@ -267,7 +267,7 @@ def _checked_length(max_tokens: int | None, default: int, longest: int) -> int:
 
 
 def _everywhere(zero: Zero, function: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
-    """Jit a function of sharded parameters and rows in host memory, with a replicated result."""
+    """Jit `function(params, rows)`; it takes rows in host memory, and replicates its result."""
     result = NamedSharding(zero.mesh, PartitionSpec())
     compiled = jax.jit(zero.apply(function), out_shardings=result)
     rows = NamedSharding(zero.mesh, zero.batch_spec)

@@ -1,8 +1,8 @@
 """Cut files into rows of text for a decoder, and compute the loss of each next token.
 
-Files are read in sorted order, and their tokens follow each other. A file is held out as a whole by
-a hash of its path, as in `_data`. If the tree has too few files for that, the last rows are held
-out.
+Files are read in sorted order, and their tokens follow each other. A hash of its path decides
+whether a file is held out from training, as a whole, as in `_data`. If the tree has too few files
+for that, the last rows of the text are held out.
 
 Dimensions: b rows of this device, t tokens.
 """
@@ -85,9 +85,9 @@ def load_rows(
 
 
 def _files(directory: Path | None) -> dict[str, Path]:
-    """Return the files of a folder that are not hidden, by path in the folder.
+    """Return path inside the folder -> file, for the files that are not hidden.
 
-    The hash of this path says whether a file is held out.
+    The hash of this path decides whether a file is held out.
     """
     if directory is None:
         root = standard_library()

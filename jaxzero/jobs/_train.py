@@ -79,7 +79,7 @@ def _agreed(settings: Train) -> Train:
 
 
 def _export(session: Session, params: Any) -> float | None:
-    """Plot the curves, and write and check the PyTorch checkpoint (see `Task.export`)."""
+    """Plot the metrics, and export the parameters; return the result of `Task.export`."""
     directory, held_out = session.settings.run.directory, session.examples.held_out
     task, zero = session.setup.task, session.setup.zero
     if process_index() == 0:
@@ -130,7 +130,10 @@ def _note_node_bytes(session: Session) -> NodeBytes | None:
 
 
 def _noted(journal: Journal, task: Task, seconds: float) -> Scores | None:
-    """Read the scores before training from process 0's journal; return None if it has none."""
+    """Read the scores before training from process 0's journal; return them on all processes.
+
+    Return None if the journal has none. `seconds` is how long a process waits for process 0.
+    """
     first_row = journal.rows("evaluation")[:1] if process_index() == 0 else []
     rows = json.loads(of_first("before training", json.dumps(first_row), seconds))
     return task.scores(**{name: rows[0][name] for name in task.labels}) if rows else None
