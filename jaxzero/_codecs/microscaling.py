@@ -228,7 +228,7 @@ def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
 
 
 def _to_codes(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Return the 4-bit codes of the nearest elements: a sign bit, and the index of a magnitude.
+    """Round numbers to E2M1 elements; return their 4-bit codes: a sign, and a magnitude's index.
 
     Magnitudes are multiples of 0.5 up to 2, of 1 up to 4, and of 2 up to 6. Even codes are even
     multiples, so that `round` rounds ties to even codes.

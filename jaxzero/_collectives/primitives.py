@@ -31,7 +31,7 @@ def all_gather(
     shares: tuple[int, ...] = (),
     forms: Sequence[Any] = (),
 ) -> Shaped[Array, ...]:
-    """Concatenate the arrays of all devices along `dim`, in the order of `axis`."""
+    """All-gather: concatenate the arrays of all devices along `dim`, in the order of `axis`."""
     axes = program_axes(axis)
     if not axes:
         return x
@@ -41,14 +41,14 @@ def all_gather(
 
 
 def gather_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """Concatenate the arrays of all nodes along dim 0, also in a program of one node."""
+    """All-gather `x` over `node` along dim 0; this works inside a program of one node too."""
     full = gloo_workaround.all_gather(x, NODE, 0)
     note("all-gather", NODE, full)
     return full
 
 
 def reduce_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """Sum the arrays of all nodes, also in a program of one node."""
+    """All-reduce `x` over `node` by sum; this works inside a program of one node too."""
     note("all-reduce", NODE, x)
     return lax.psum(x, NODE)
 
@@ -85,7 +85,7 @@ def permute(
 def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Sum over devices; device i keeps part i along `dim`."""
+    """Reduce-scatter: sum `x` over the devices of `axis`; device i keeps part i along `dim`."""
     axes = program_axes(axis)
     if not axes:
         return x
@@ -106,8 +106,8 @@ def all_reduce(x: Any, axis: Axes) -> Any:
 def all_max(x: Shaped[Array, ...], axis: Axes) -> Shaped[Array, ...]:
     """Return the maximum over devices of each element; NaN if one of them is NaN.
 
-    `jnp.maximum` does the same. How a backend's own maximum treats NaN is not known (NCCL's drops
-    it), so flags are sent too.
+    `jnp.maximum` treats NaN in the same way. A backend's own maximum may drop it (NCCL's does), so
+    flags that mark NaN are sent too.
     """
     axes = program_axes(axis)
     if not axes:

@@ -111,10 +111,10 @@ def measure_codec_noise(
 def _measurement(
     leaves: Sequence[LeafSpec], mesh: AnyMesh, config: ZeroConfig, tables: frozenset[str]
 ) -> Callable:
-    """Make the program that measures the codecs on gradient shards `x`.
+    """Return a function from gradient shards `x` to three numbers.
 
-    It returns three numbers: `|x|^2`, and the squared errors of encoding `x` by the codecs on the
-    axes `local` and `node`.
+    The numbers are `|x|^2`, and the squared errors of encoding `x` by the codecs on the axes
+    `local` and `node`.
     """
     comm = CommSpec.of(mesh, config)
 

@@ -112,10 +112,10 @@ class MatrixUpdate:
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the optimizer state, the parameter whose layers split it, or None.
+        """For each array of the optimizer state, the stack whose layers it is split by, or None.
 
-        An index names a stack of matrices whose products read the array and make its new value. The
-        array is then split by the layers of that stack.
+        A stack is given by the index of its parameter. An array is split by the layers of a stack
+        if the products of the stack's matrices read the array and make its new value.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))
@@ -167,11 +167,11 @@ class MatrixUpdate:
 
 
 def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
-    """Find the parameter whose path ends the path of an array of the state.
+    """Find the parameter that an array of the optimizer state belongs to, by the array's path.
 
     Returns:
-        The index of the parameter, and the rest of the path as the array's role; None if there is
-        no such parameter.
+        The index of the parameter whose path ends `path`, and the rest of `path` as the array's
+        role; None if there is no such parameter.
     """
     for i, name in enumerate(path_endings(path)):
         if name in by_path:
@@ -203,8 +203,8 @@ class _Program:
 
     Attributes:
         block: the traced program.
-        roles: has an entry for each input whose parameter may be split by layer: that parameter,
-            with the input's role and layout.
+        roles: maps each input whose parameter may be split by layer to the index of that parameter,
+            with the input's role (gradient, parameter, or which state) and the parameter's layout.
         params: the layouts of the parameters.
     """
 
@@ -225,7 +225,7 @@ class _Program:
         }
 
     def _has_layers(self, leaf: int) -> bool:
-        """Return whether a leaf is read by matrix products, and always as a stack of its layers."""
+        """Return whether a parameter is a stack of layers that matrix products read by layer."""
         if not may_be_split_stack(self.params[leaf]):
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
@@ -236,7 +236,10 @@ class _Program:
         )
 
     def _is_stack(self, x: Value) -> bool:
-        """Return whether dim 0 of a value, which comes from a stack, is the stack's layers."""
+        """Return whether dim 0 of a value counts the layers of the stack that it is computed from.
+
+        The value is computed from exactly one leaf, which is the stack.
+        """
         layers = self.params[self._values.leaf[x]].shape[0]
         return len(x.shape) > 1 and x.shape[0] == layers
 
@@ -260,7 +263,7 @@ class _Program:
 
     @functools.cached_property
     def _stacked(self) -> tuple[Block, list[MatrixStack]]:
-        """The program, rewritten to multiply alike leaves as stacks; and all its stacks."""
+        """The program, rewritten to multiply leaves of equal shape as one stack; and its stacks."""
         leaves = {
             role.leaf: None
             for role in self.roles.values()
@@ -272,7 +275,10 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """The branches of each `cond` over several leaves, if a branch splits arrays by layer."""
+        """The branches of each `cond` that must be rewritten, because a branch splits by layer.
+
+        A `cond` over the values of a single leaf is left out.
+        """
         of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:
@@ -378,9 +384,9 @@ class _Program:
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
-    """Return for each operation on stacks whether its inputs, and its outputs, are split by layer.
+    """Return `(inputs, outputs)` for each operation on stacks: whether they are split by layer.
 
-    None in place of the first means that the operation reads arrays of any layout.
+    None for the inputs means that the operation reads arrays of either layout.
     """
     places: dict[Operation, tuple[bool | None, bool]] = {}
     for stack in stacks:

@@ -185,7 +185,7 @@ def place(
 
 
 def _without_explicit_axes(x: Any) -> Any:
-    """View `x` with automatic axes, so that it can be sliced as if it were on one device."""
+    """View `x` on a mesh with axes of type `Auto`, so that it can be sliced by any index."""
     sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
         assert isinstance(sharding.mesh, Mesh)
@@ -231,7 +231,10 @@ def _place_map(
 def _targets(
     leaf: LeafSpec, sharding: NamedSharding
 ) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
-    """Yield each different slice that this process needs, and the device memories to put it in."""
+    """Yield `(slice, targets)` for each different slice that this process's devices hold.
+
+    `targets` are the memories of the devices that hold the slice.
+    """
     targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
         assert index is not None

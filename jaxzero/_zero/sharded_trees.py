@@ -334,7 +334,7 @@ class ShardedTrees:
         return self._on_one_node if is_one_node() and not is_own else self
 
     def _layouts(self, params: Any, opt_state: Any, gradients: TreeLayout | None = None) -> Layouts:
-        """Return the layouts of an update. `gradients` defaults to those of `value_and_grad`."""
+        """Return the layouts of an update's trees; `gradients` is by default `value_and_grad`'s."""
         of_params = self._layout_of(params)
         return Layouts(
             gradients=gradients or self._layout_of_gradients(of_params),
