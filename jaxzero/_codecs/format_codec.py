@@ -26,7 +26,7 @@ _EPS = 2.0**-24  # relative error of one rounding in float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormatCodec(Codec):
-    """Base class of codecs with few bits: codes of one size, and a scale for each block."""
+    """Base class of `Int8`, `Int4` and `Float8`: codes of few bits, and a scale for each block."""
 
     _kind: ClassVar[kernels.Kind]  # of the codes, as `pallas_kernels` names it
     block: int = 256

@@ -53,7 +53,7 @@ def joined_rows(
 def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
     """Join `num` pieces of `shape` along `dim`.
 
-    `x` has the elements in the order of a dim of pieces just before `dim`.
+    `x` has the pieces as `[*shape[:dim], num, *shape[dim:]]`, or as any reshape of that array.
     """
     return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])
 

@@ -64,7 +64,7 @@ def all_to_all(
     """Split `x` along `split_dim`, send part i to device i, and concatenate what is received.
 
     The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` and `forms` are
-    for the ledger only (see above).
+    for the ledger only (see `Ledger.note`).
     """
     axes = program_axes(axis)
     if not axes:

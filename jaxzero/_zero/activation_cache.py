@@ -127,8 +127,8 @@ class ActivationCache:
         """Split `args` into arrays and a static part.
 
         Returns:
-            A function of `(active, frozen, arrays)` that calls `f` with the static part filled in; and
-            the arrays in `args`.
+            A function of `(active, frozen, arrays)` that calls `f`, with the static part filled in;
+            and the arrays in `args`.
         """
         static, arrays = _split(args)
 

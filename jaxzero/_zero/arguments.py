@@ -378,7 +378,7 @@ def check_rows(
 
 
 def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
-    """Raise `ValueError` if an array to be split is on a mesh of explicit axes other than `mesh`.
+    """Raise `ValueError` if an array that is split has explicit axes of another mesh than `mesh`.
 
     The type of such an array names its mesh, so a program of `mesh` cannot take it. Nothing is
     checked in a program of one node, where types name a part of `mesh`.

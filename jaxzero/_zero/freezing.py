@@ -319,7 +319,10 @@ class Freezing:
 
 
 def _with_two_trees(f: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of `f` with `active` and `frozen` in place of its first parameter."""
+    """Return the signature of `f` with `active` and `frozen` in place of its first parameter.
+
+    None if Python does not know the signature of `f`.
+    """
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):

@@ -123,7 +123,13 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its arrays."""
+        """Run `tx.update`; return the arrays of its results. Their structure is kept in `self`.
+
+        Args:
+            tx: the optimizer.
+            flat: `(paths, leaves, treedef)` of each of the four trees that `tx.update` takes.
+            arrays: the arrays of all four trees, in order, to use in place of those in `flat`.
+        """
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
@@ -225,7 +231,10 @@ class _Program:
         }
 
     def _has_layers(self, leaf: int) -> bool:
-        """Return whether a parameter is a stack of layers that matrix products read by layer."""
+        """Return whether parameter `leaf` is a stack, and matrix products read it layer by layer.
+
+        It is not if a product reads an array of the parameter whose dim 0 does not count layers.
+        """
         if not may_be_split_stack(self.params[leaf]):
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]

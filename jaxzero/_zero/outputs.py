@@ -236,7 +236,12 @@ def _proposal(leaf: Array) -> str:
 def flat_reductions(
     argument: str, reduce: Any, known: Sequence[str] = REDUCTIONS
 ) -> tuple[tuple[str, ...], Any] | None:
-    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable.
+    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable; None for None.
+
+    Args:
+        argument: the name of the user's argument, for the error message.
+        reduce: the tree.
+        known: the names that are allowed.
 
     Raises:
         ValueError: a name is not in `known`.

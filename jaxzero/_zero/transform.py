@@ -310,7 +310,7 @@ class Transform:
         return functools.partial(run_on_stage, lists=self.layers)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
-        """Return the factor that turns a device's loss into its share of the full batch's loss."""
+        """Return the factor from a device's loss to its share of the batch's; None: not needed."""
         if not self._shares_loss:
             return None
         if not self.options.weighted:

@@ -46,7 +46,9 @@ class TreeCut:
     frozen: TreeLayout
 
     def pairs(self, active: Sequence[Any], frozen: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Pair the active and the frozen part of each array of the whole tree; None for no part.
+        """Return `(active, frozen)` for each array of the whole tree: the values of its two parts.
+
+        If an array is in one part only, the value of the other part is None.
 
         Args:
             active: one value for each array of the active part.

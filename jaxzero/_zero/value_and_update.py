@@ -157,7 +157,16 @@ class ValueAndUpdate:
     def _with_offload(
         self, arrays: list[list[Array]], params: Any, opt_state: Any
     ) -> tuple[Any, Any, Any]:
-        """Run the step if some of its arrays are in host memory."""
+        """Run the step for a model some of whose arrays are in host memory.
+
+        Args:
+            arrays: the arrays of each argument of the loss.
+            params: the parameters, a tree in stored form.
+            opt_state: the optimizer state.
+
+        Returns:
+            The loss or `(loss, aux)`; and the new parameters and optimizer state.
+        """
         layouts, tx = self._layouts, self._tx
         mesh, axes = layouts.mesh, layouts.state_axes
         trained, layout = trained_part(params, self._tree_layouts[0])
