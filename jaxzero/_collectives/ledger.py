@@ -219,9 +219,10 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
 
 
 def _scope(purpose: str, names: tuple[str, ...]) -> str:
-    """Return the name of a label's scope: a verb, and the path prefix that all leaves share.
+    """Return the named scope under which profilers show the collectives of a label.
 
-    Leaves without a common prefix are named by the first one and the number of the others.
+    It has a verb for the purpose, and the path prefix that all leaves share. Leaves without a
+    common prefix are named by the first one and the number of the others.
     """
     if purpose == "activations":
         return "jaxzero/send activations"

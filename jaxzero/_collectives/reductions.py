@@ -194,9 +194,9 @@ def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
 def _split_by_codec(
     specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the indices of the gradients with a codec that `axis` scatters, and without one.
+    """Return the indices of gradients that `axis` scatters: `coded` with, `summed` without codec.
 
-    Those without a codec are grouped by message: one for each dtype, or a gradient by itself.
+    `summed` groups indices by message: a message for each dtype, or for a single gradient.
     """
     coded: list[int] = []
     summed: dict[str, list[int]] = {}

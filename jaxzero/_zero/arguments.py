@@ -254,7 +254,7 @@ def _fill_in_batches(
 def _layout_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
 ) -> TreeLayout | None:
-    """Return the layouts of argument `i`; None if `value` holds no sharded arrays."""
+    """Return the layouts of argument `i`; None if it has a `spec`, or no sharded arrays."""
     if spec is not None:
         return None
     is_strict = i in argnums or registry.find(value) is not None

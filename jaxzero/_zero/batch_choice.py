@@ -60,10 +60,12 @@ def find_batch(
     """Return `[position]` of the only argument that can be the batch; `[]` if no argument can.
 
     An argument can be the batch if it has rows, and is not a tree that this `Zero` has laid out.
-    Some trees have the structure and shapes of a laid-out tree. Such a tree can be the batch if its
-    arrays are certainly not laid out, such as NumPy arrays. In a traced program this cannot be
-    seen. Then the tree is an error if it has as many rows as the only argument that can be the
-    batch. If the tree is a single array, it is chosen only if no other argument can be the batch.
+
+    A tree may look laid out: it has the structure and shapes of a laid-out tree. If its arrays are
+    certainly not laid out (NumPy arrays), it can be the batch. In a traced program this is not
+    known. Then the tree is an error if it has as many rows as the only candidate.
+
+    A single array that is or looks laid out is chosen only if no other argument can be the batch.
 
     Args:
         values: all arguments.

@@ -123,12 +123,9 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """Run `tx.update`; return the arrays of its results. Their structure is kept in `self`.
+        """Run `tx.update`; return the arrays of its results, whose structure `self` keeps.
 
-        Args:
-            tx: the optimizer.
-            flat: `(paths, leaves, treedef)` of each of the four trees that `tx.update` takes.
-            arrays: the arrays of all four trees, in order, to use in place of those in `flat`.
+        `flat` has `(paths, leaves, treedef)` of its four trees; `arrays` replace those in `leaves`.
         """
         remaining = iter(arrays)
         grads, state, params, extras = (
@@ -231,10 +228,7 @@ class _Program:
         }
 
     def _has_layers(self, leaf: int) -> bool:
-        """Return whether parameter `leaf` is a stack, and matrix products read it layer by layer.
-
-        It is not if a product reads an array of the parameter whose dim 0 does not count layers.
-        """
+        """Return whether parameter `leaf` is a stack that matrix products read layer by layer."""
         if not may_be_split_stack(self.params[leaf]):
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]

@@ -210,7 +210,10 @@ def _parameter_of(
 def _in_memory(
     leaf: LeafSpec, parameter: LeafSpec | None, mesh: AnyMesh, config: ZeroConfig
 ) -> LeafSpec:
-    """Return the layout of a leaf of the state, with the memory that `config.offload` gives it."""
+    """Return the layout of a leaf of the state, in the memory that `config.offload` gives it.
+
+    `parameter` is the parameter that the leaf belongs to, or None.
+    """
     offload = config.offload
     num_shards = config.num_shards(mesh)
     is_in_host = (

@@ -132,7 +132,10 @@ class Transform:
         outputs: Outputs,
         updates: ProgramUpdates,
     ) -> Any:
-        """Run the program on every device; return its results as global arrays."""
+        """Run the program on every device; return its results as global arrays.
+
+        They are loss, gradients (reduced, combined), outputs, wire state, halves, and updates.
+        """
         state_specs = self._state_specs(wire_state)
         gradient_specs = [
             self.parameters.leaves[i].spec(self._gradient_axes, manual_only=True)
@@ -202,10 +205,7 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether each device differentiates its loss times its share of the full batch.
-
-        Then a `custom_vjp` sees the cotangents that it would see on one device with all rows.
-        """
+        """Whether a device differentiates its share of the batch's loss, as a `custom_vjp` needs."""
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
