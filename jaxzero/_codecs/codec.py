@@ -117,9 +117,10 @@ class Codec(abc.ABC):
         return False
 
     def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
-        """Return the format in which an implementation of `pallas_kernels` reads these messages.
+        """Return this codec's message format, as a kernel of `pallas_kernels` takes it.
 
-        None if it cannot read them, so that only `decode` can.
+        None if `implementation` has no kernel that reads messages of this codec. Then they are read
+        by `decode` only.
         """
         return None
 

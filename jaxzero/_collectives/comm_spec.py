@@ -171,7 +171,7 @@ class CommSpec:
 
     @property
     def divisor(self) -> int | float:
-        """The number by which a micro-batch's sum over devices is divided to give the mean."""
+        """The divisor that turns a sum over devices into the mean of a micro-batch."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
@@ -196,11 +196,11 @@ class CommSpec:
 
     @property
     def gather_axes(self) -> tuple[str, ...]:
-        """The axes that a shard is gathered over, in this order."""
+        """The mesh axes over which shards are gathered, in the order of the gathers."""
         return self.axes[::-1]
 
     def axes_with_peers(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of `axes` that have more than one device."""
+        """Return `axes` without those of a single device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:

@@ -59,9 +59,9 @@ def gather_hop(
 ) -> list[GatherBucket]:
     """All-gather each bucket over the next of its axes.
 
-    If the following axis uses the same codecs and joins the same weights, the gathered messages are
-    left as they are, to be sent on; otherwise they are decoded and encoded again. A fully gathered
-    bucket is returned unchanged.
+    If the axis after that uses the same codecs and joins the same weights, the gathered messages
+    are sent on as they are; otherwise they are decoded and encoded again. A fully gathered bucket
+    is returned unchanged.
     """
     result = []
     for bucket in buckets:

@@ -94,7 +94,7 @@ def reduce_scatter(
 
 
 def all_reduce(x: Any, axis: Axes) -> Any:
-    """Sum an array, or a tree of arrays in one collective, over devices."""
+    """All-reduce: sum an array, or a tree of arrays in one collective, over devices of `axis`."""
     axes = program_axes(axis)
     if not axes:
         return x
@@ -133,14 +133,17 @@ _place: contextvars.ContextVar[_Place] = contextvars.ContextVar("jaxzero_place",
 
 @contextlib.contextmanager
 def in_region(region: str) -> Iterator[None]:
-    """Record the copies traced in this context as part of `region` of the step, and of no loop."""
+    """Record the copies traced in this context with `region` as their place, outside of loops.
+
+    A region is "before forward", "forward", "backward" or "the end".
+    """
     with _at(_Place(region, ())):
         yield
 
 
 @contextlib.contextmanager
 def in_loop(index: int) -> Iterator[None]:
-    """Record the copies traced in this context as inside the loop at operation `index`."""
+    """Record the copies traced in this context as made in a loop, the operation at `index`."""
     region, path = _place.get()
     with _at(_Place(region, (*path, index))):
         yield
@@ -179,7 +182,7 @@ def copy_to_host(x: Array, purpose: str, name: str, *, windowed: bool) -> Array:
 
 
 def note_moves(before: Sequence[Any], after: Sequence[Any]) -> None:
-    """Record the arrays that an operation of the user's function copies between memories.
+    """Record the copies between device and host memory that a `device_put` of the user makes.
 
     Mostly these are activations that a policy of `jax.checkpoint` offloads.
 

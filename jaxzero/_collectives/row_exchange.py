@@ -46,7 +46,7 @@ Wait = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class RowExchange:
-    """The exchange of rows of one table.
+    """Reads rows of one sharded table, and adds their cotangents to a shard, by exchanging rows.
 
     Legend: each device asks for n rows, each of them the sum of the table's rows at k ids.
 

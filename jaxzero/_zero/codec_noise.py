@@ -171,7 +171,7 @@ def _turned(rows: Array) -> Array:
 
 
 def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:
-    """Return the squared norm of the error of encoding `rows` by each codec in turn."""
+    """Return the squared norm of the error of `rows` after all codecs, one after the other."""
     if not any(codecs) or rows.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same

@@ -353,7 +353,7 @@ def mean_over_nodes(
 
 
 def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:
-    """All-gather per-node arrays over `node`; return `mean_over_nodes` of each, on every node."""
+    """All-gather the arrays of all nodes; return the mean of each over nodes, on every node."""
     nodes = mesh.shape[NODE]
     specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
 

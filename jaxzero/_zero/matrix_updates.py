@@ -107,7 +107,7 @@ class MatrixUpdate:
 
     @property
     def moves(self) -> bool:
-        """Whether any array is split by layer."""
+        """Whether the update splits any array by layer, and so sends all-to-alls."""
         return self._program.moves
 
     @property
@@ -261,7 +261,7 @@ class _Program:
 
     @property
     def moves(self) -> bool:
-        """Whether any array is split by layer."""
+        """Whether the program splits any array by layer."""
         return bool(self._stacked[1] or self._branches)
 
     @functools.cached_property

@@ -202,7 +202,10 @@ def _check_shapes(state: Any) -> None:
 def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
-    """Return the parameter of `leaf`'s shape whose path ends `path`, or None."""
+    """Return the parameter that a leaf of the state belongs to, or None.
+
+    It has the leaf's shape, and its path ends `path`, the leaf's path.
+    """
     candidates = (parameters.get(name) for name in path_endings(path))
     return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)
 

@@ -300,7 +300,7 @@ def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
 
 
 def _stored_wide(x: np.ndarray, leaf: LeafSpec) -> Any:
-    """Pad `x` by `_widened`, and return it as a `StoredArray` if its leaf is padded."""
+    """Return `x`; if its leaf is padded, as a `StoredArray` that is padded by `_widened`."""
     wide = _widened(x, leaf)
     if wide is x:
         return x

@@ -247,7 +247,10 @@ def _targets(
 def _padded_slice(
     leaf: LeafSpec, get: Callable[[tuple[slice, ...]], Any], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Return the slice `index` of the padded array. `get` returns slices of the true array."""
+    """Return the slice `index` of a leaf's padded array, with zeros outside of the true shape.
+
+    `get` returns slices of the array of true shape.
+    """
     bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
     inside = tuple(
         slice(min(start, n), min(stop, n))

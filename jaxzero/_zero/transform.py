@@ -205,7 +205,7 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether a device differentiates its share of the batch's loss, as a `custom_vjp` needs."""
+        """Whether a device differentiates its share of the full loss: a `custom_vjp` needs that."""
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:

@@ -111,7 +111,7 @@ def _lay_out(
     config: ZeroConfig,
     codec: Codec | None = None,
 ) -> TreeLayout:
-    """Lay out one part of a tree. It has None for the leaves of the other part.
+    """Return the layout of one part of a tree, with None for the leaves of the other part.
 
     Args:
         whole: the layout of the whole tree.

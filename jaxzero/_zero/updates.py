@@ -98,7 +98,10 @@ def _apply(
     layouts: Layouts,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Update the traced trees `(gradients, state, parameters)`; return `(parameters, state)`."""
+    """Apply `tx` inside a program; return the new `(parameters, state)`, like `apply_gradients`.
+
+    `trees` are the traced gradients, state and parameters, and `tree_layouts` their layouts.
+    """
     (grads, state, params), (of_grads, of_state, of_params) = trees, tree_layouts
     trained, layout = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):

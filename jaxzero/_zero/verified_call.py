@@ -220,7 +220,7 @@ class VerifiedCall:
 
     @functools.cached_property
     def without_codecs(self) -> Any:
-        """A `Zero` with the same layouts and no codecs, made once so that it compiles once."""
+        """A `Zero` with the same layouts and no codecs. It is cached, so it compiles once."""
         config = self.zero.config
         hpz = config.hpz and HpZ(codec=None)
         stages = config.stages and dataclasses.replace(config.stages, messages=None)
