@@ -197,7 +197,7 @@ class Codec(abc.ABC):
             )
 
     def _set_dtype(self, field: str, *names: str) -> None:
-        """Convert the value of a field to a dtype; raise unless it is one of `names`."""
+        """Convert the value of attribute `field` to a dtype, which must be one of `names`."""
         given = getattr(self, field)
         try:
             dtype = jnp.dtype(given)
@@ -285,9 +285,9 @@ class Codec(abc.ABC):
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> Shaped[Array, "num _"]:
-        """Encode `total / divisor` in `num` pieces along `dim`.
+        """Encode `total / divisor`, cut into `num` pieces along `dim`.
 
-        It is like `recode`, for a sum that is decoded already.
+        This is the last part of `recode`, for a sum that is decoded already.
         """
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_pieces(mean, dim, num, seed=seed, place=place)

@@ -220,7 +220,7 @@ class NVFloat4(BlockCodec):
 
 
 def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """Return a message's scale from its largest number, rounded up to 16 significant bits."""
+    """Return each message's scale from its largest number, rounded up to 16 significant bits."""
     exact = largest * kernels.not_above(1 / (_LIMIT * _SCALE_LIMIT))
     bits = lax.bitcast_convert_type(jnp.maximum(exact, _LEAST_ROW_SCALE), jnp.uint32)
     bits = (bits + jnp.uint32(0xFF)) & jnp.uint32(0xFFFFFF00)

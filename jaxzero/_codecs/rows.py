@@ -1,4 +1,4 @@
-"""Messages as rows of bits: cut arrays into rows, view numbers as integers, join rows of arrays.
+"""Lay out messages as rows of bits: cut arrays into rows, view floats as integers, join rows.
 
 A message is `[n, m]`, with a row for each device. Backends widen narrow floats in transit, and XLA
 would move a cast across a collective; integers travel unchanged. So floats of 8 and 16 bits are

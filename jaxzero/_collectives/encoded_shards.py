@@ -1,4 +1,4 @@
-"""A weight while it is gathered: its shards, as arrays or as encoded messages.
+"""`EncodedShards`: shards of a weight that is being gathered, as arrays or as encoded messages.
 
 Each owner encodes its shard once. Side by side, these messages are gathered, kept, and gathered
 again over the next axis; they are decoded only where the weight is used. So every use, on every

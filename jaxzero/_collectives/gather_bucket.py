@@ -127,8 +127,8 @@ def pack(
 ) -> list[GatherBucket]:
     """Put shards into buckets: one for all shards with the same remaining axes.
 
-    A bucket of its own get: a stack that a loop scans (`lead`), a dtype that cannot be joined, and
-    shards that are sent alone (`MessageForm`) or not at all.
+    Some shards are in a bucket of their own: those of a stack that a loop scans (`lead`), those of
+    a dtype that cannot be joined, and those sent alone (`MessageForm`) or not at all.
 
     Args:
         sent: for each weight its shards; if these have no data yet, also the `DeferredMessage` that

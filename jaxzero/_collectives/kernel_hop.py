@@ -32,7 +32,7 @@ from .ledger import note
 
 @dataclasses.dataclass(frozen=True)
 class KernelHop:
-    """How the kernel of the next gather encodes.
+    """The settings of the kernel that will encode, gather and decode a shard.
 
     Attributes:
         codec: the codec, which has a kernel for whole hops.
@@ -150,7 +150,7 @@ def check_kernel_hops(
 
 
 def _gap(mesh: AnyMesh) -> str | None:
-    """Return why a mesh cannot run kernels that store into the memory of peers; None if it can."""
+    """Return the reason why a mesh cannot run kernels that store into peers' memory, or None."""
     if isinstance(mesh, SimulatedMesh):
         return "its devices are simulated, and the kernel stores into the memory of real ones"
     if mesh.shape.get(TOKENS, 1) > 1:

@@ -50,7 +50,7 @@ def reduce_over_node(
     comm: CommSpec,
     error: Shaped[Array, ...] | None = None,
 ) -> tuple[Shaped[Array, ...], HalfBatchSum | None, Shaped[Array, ...] | None]:
-    """Finish a reduction that has run over `local` only: sum node slices over `node`.
+    """Finish the reduction of a gradient that is reduced over `local` already: sum over `node`.
 
     Args:
         x: this device's node slice of the gradient, as the mean over its node.

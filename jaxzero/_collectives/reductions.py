@@ -271,7 +271,7 @@ def _message(
     num_summed: int,
     comm: CommSpec,
 ) -> Array:
-    """Encode the gradients at indices `coded`, in this order, as one message over `axis`.
+    """Encode the gradients at indices `coded` as the one message that is sent over `axis`.
 
     If one kernel does the hop, they are only joined: the kernel encodes them.
 

@@ -310,7 +310,7 @@ def _names(parameters: Sequence[str], num: int) -> list[str]:
 
 
 def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
-    """Check `in_specs`; return it with `num` entries, where missing ones at the end are None."""
+    """Check `in_specs`; return a list with an entry for each of `num` arguments, or None for it."""
     if in_specs is None:
         return [None] * num
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):

@@ -1,4 +1,4 @@
-"""One call of a transformed function: check its options and arguments, and build its results.
+"""Check the options and arguments of a call of a transformed function, and build its results.
 
 Wire states are converted between the user's trees and the flat `DeviceWireState`.
 """

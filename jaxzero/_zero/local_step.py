@@ -233,7 +233,7 @@ class LocalStep:
     def _arrays(
         self, name: str, layout: TreeLayout, tree: Any, old: list[Array], axes: tuple[str, ...]
     ) -> list[Array]:
-        """Check a tree that the step returned; return its arrays, laid out like those of its input.
+        """Check a tree that the step returned; return its arrays in the layout of the step's input.
 
         Args:
             name: the name of the tree, for messages.

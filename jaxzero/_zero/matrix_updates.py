@@ -183,7 +183,7 @@ def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
 
 
 class _Run(NamedTuple):
-    """The layouts and the mesh of one run of an update.
+    """The layouts and the mesh for which an update is run.
 
     Attributes:
         layouts: for each parameter, the layouts of the parameter and its state arrays, by shape.

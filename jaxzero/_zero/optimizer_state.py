@@ -204,7 +204,7 @@ def _parameter_of(
 ) -> LeafSpec | None:
     """Return the parameter that a leaf of the state belongs to, or None.
 
-    It has the leaf's shape, and its path ends `path`, the leaf's path.
+    The parameter has the leaf's shape, and the parameter's path ends `path`, the leaf's path.
     """
     candidates = (parameters.get(name) for name in path_endings(path))
     return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)

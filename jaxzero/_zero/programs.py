@@ -338,7 +338,7 @@ def numbers_as_arrays(tree: Any) -> Any:
 
 
 def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
-    """Raise `TypeError` if `init_fn` is no function, but parameters or a module that has some."""
+    """Raise `TypeError` if `init_fn` is a tree of parameters, or a module, and not a function."""
     if callable(init_fn):
         if not array_leaves(init_fn):
             return

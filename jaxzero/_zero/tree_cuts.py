@@ -272,7 +272,7 @@ def cut_of_state(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> TreeCut:
-    """Cut the state of `tx` so that its active part is the state for the active parameters.
+    """Lay out both parts of the state of `tx`; the active part is a state of the active parameters.
 
     Args:
         tx: the optimizer.
