@@ -167,9 +167,9 @@ def run_with_tangents(
         function: a function of trees of arrays.
         args: the arguments of `function`.
         rule_of: maps the traced program to `(closed_over, rule)`. `closed_over` are the arrays that
-            the function to differentiate closes over. `rule` computes its tangents; it gets
-            `SymbolicZero`s for tangents that are known to be zero. JAX keeps the rule, so it should
-            hold no arrays.
+            the function to differentiate closes over. `rule` computes the tangents of the results;
+            it gets `SymbolicZero`s for tangents that are known to be zero. JAX keeps the rule, so
+            the rule should hold no arrays.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -338,7 +338,7 @@ def numbers_as_arrays(tree: Any) -> Any:
 
 
 def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
-    """Raise `TypeError` if `init_fn` is a tree of parameters, or a module, and not a function."""
+    """Raise `TypeError` if `init_fn` is parameters or a module, not a function that makes them."""
     if callable(init_fn):
         if not array_leaves(init_fn):
             return

@@ -83,7 +83,7 @@ def explaining_values(
 def _read_arguments(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """Return the names of the arguments that determine a value which Python code has read.
+    """Return the names of the arguments on which a value depends that Python code has read.
 
     JAX's error names the arguments only if the function is not being differentiated. So the
     function is traced again here. If that raises no such error, the list is empty.
