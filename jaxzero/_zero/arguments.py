@@ -100,8 +100,8 @@ class Argument:
         statics: for each leaf, its value as a `Static` if it is not an array; None if it is one.
         layout: the layouts of a sharded tree; None if the argument holds no sharded arrays.
         specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a layout.
-        module_trains: for each array, whether the `eqx.Module` or `nnx.Module` that holds it trains
-            it; None if it is in no module.
+        module_trains: for each array in an `eqx.Module` or `nnx.Module`, whether the module trains
+            the array; None for an array in no module.
     """
 
     name: str

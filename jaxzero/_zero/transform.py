@@ -205,7 +205,7 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether a device differentiates its share of the full loss: a `custom_vjp` needs that."""
+        """Whether a device scales its loss to its share of the full loss, then differentiates it."""
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
