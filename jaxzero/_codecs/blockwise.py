@@ -1,4 +1,4 @@
-"""`BlockCodec`: codes of few bits, in blocks whose numbers share a scale.
+"""`BlockCodec`, a base class of codecs that write few bits for a number, and a scale for a block.
 
 A base class for codecs that need no kernel: it cuts rows into blocks, packs codes into bytes and
 appends the scales; a subclass defines how one block is quantized. Everything is done by XLA.
@@ -73,7 +73,7 @@ class BlockCodec(Codec):
 
     @abc.abstractmethod
     def scale_bytes(self, num_blocks: int) -> int:
-        """Return the number of bytes of the scales of one row of `num_blocks` blocks."""
+        """Return how many bytes the scales take in the message of a row of `num_blocks` blocks."""
 
     @abc.abstractmethod
     def quantize(
@@ -131,9 +131,10 @@ class BlockCodec(Codec):
         return jnp.clip(x, -largest, largest).astype(dtype)
 
     def largest(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Return, for each number, the largest magnitude in its block, for `error_bound`.
+        """Return, for each number, the largest magnitude in the number's block.
 
-        It is infinite for a block with a number that is not finite.
+        Subclasses compute `error_bound` from it. It is infinite for a block with a number that is
+        not finite.
         """
         return largest_of_blocks(x, self.block)
 
@@ -141,7 +142,10 @@ class BlockCodec(Codec):
 def largest_of_blocks(
     x: Float[np.ndarray, "*rows n"], block: int
 ) -> Float64[np.ndarray, "*rows n"]:
-    """Return, for each number, its block's largest magnitude; infinite unless all are finite."""
+    """Return, for each number, the largest magnitude in the number's block.
+
+    It is infinite for a block with a number that is not finite.
+    """
     sizes = np.abs(x.astype(np.float64))
     sizes = np.where(np.isfinite(sizes), sizes, np.inf)
     starts = range(0, sizes.shape[-1], block)
@@ -151,10 +155,7 @@ def largest_of_blocks(
 
 
 def to_float32(x: Float[np.ndarray, "*rows n"]) -> Float[np.ndarray, "*rows n"]:
-    """Convert to float32 as encoders do.
-
-    They clip a finite float64 to the range of float32.
-    """
+    """Convert to float32 as encoders do: a finite float64 is clipped to the range of float32."""
     largest = float(np.finfo(np.float32).max)
     wide = x.astype(np.float64)
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(np.float32)

@@ -61,7 +61,7 @@ class Cast(Codec):
         return True
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Return whether `dtype` is another float type than the one on the wire.
+        """Return whether arrays of `dtype`, a float type, are cast: if the type on the wire differs.
 
         Arrays of any size are cast: `num` and `min_quantized_size` matter only to other codecs.
         """
@@ -93,7 +93,7 @@ class Cast(Codec):
         *,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """Return the pieces in their own shape, and in the float type on the wire."""
+        """Cut `x` into `num` pieces along `dim`, and cast each; pieces keep their shape."""
         return kernels.pieces_of(x, dim, num).astype(self.dtype)
 
     def decode_tiled(
@@ -107,7 +107,10 @@ class Cast(Codec):
         return kernels.add_up(message.astype(jnp.float32))
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Return half a step of `dtype`; infinity for numbers outside its range."""
+        """Return half the distance of neighbouring floats of the type on the wire, at each number.
+
+        It is infinite for numbers outside the range of that type, and 0 if the type is wider.
+        """
         info, given = jnp.finfo(self.dtype), jnp.finfo(x.dtype)
         wide = np.abs(x.astype(np.float64))
         if info.nmant >= given.nmant and info.nexp >= given.nexp:

@@ -82,7 +82,7 @@ class Codec(abc.ABC):
         """
 
     def __str__(self) -> str:
-        """Return the name in plans, reports and errors."""
+        """Return the codec's name, as plans, reports and errors print it."""
         return type(self).__name__.lower()
 
     # What the collectives ask before they encode.
@@ -101,7 +101,7 @@ class Codec(abc.ABC):
 
     @property
     def is_joinable(self) -> bool:
-        """Whether two messages side by side equal one message of both rows of numbers side by side.
+        """Whether joining the messages of two rows gives the message of the two rows joined.
 
         If so, the gradients of a bucket are encoded, decoded and added as one array, which makes
         programs of unrolled layers smaller.
@@ -110,13 +110,17 @@ class Codec(abc.ABC):
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether `encode_pieces` and `recode` write straight into `place`, without a copy."""
+        """Whether `encode_pieces` and `recode` write straight into their argument `place`.
+
+        Otherwise they make the messages first, and copy them there.
+        """
         return False
 
     def format_for(self, implementation: kernels.Implementation | None) -> kernels.Format | None:
-        """Return the format in which an implementation of `pallas_kernels` reads these messages.
+        """Return this codec's message format, as a kernel of `pallas_kernels` takes it.
 
-        None if it cannot read them, so that only `decode` can.
+        None if `implementation` has no kernel that reads messages of this codec. Then they are read
+        by `decode` only.
         """
         return None
 
@@ -193,7 +197,7 @@ class Codec(abc.ABC):
             )
 
     def _set_dtype(self, field: str, *names: str) -> None:
-        """Convert the value of a field to a dtype; raise unless it is one of `names`."""
+        """Convert the value of attribute `field` to a dtype, which must be one of `names`."""
         given = getattr(self, field)
         try:
             dtype = jnp.dtype(given)
@@ -219,7 +223,8 @@ class Codec(abc.ABC):
     ) -> Shaped[Array, "num _"]:
         """Cut an array into `num` pieces along `dim`, and encode each piece as a message.
 
-        Returns the messages or, with `place`, the larger array with the messages in its columns.
+        With `place`, some columns of a larger array, the messages are written there, and the larger
+        array is returned; otherwise the messages.
         """
         message = self.encode_rows(rows_of(x, dim, num), seed=seed)
         return message if place is None else place.put(message)
@@ -280,7 +285,10 @@ class Codec(abc.ABC):
         seed: Integer[Array, ""] | int | None = None,
         place: kernels.Place | None = None,
     ) -> Shaped[Array, "num _"]:
-        """Encode pieces of `total / divisor`: like `recode`, for a sum that is decoded already."""
+        """Encode `total / divisor`, cut into `num` pieces along `dim`.
+
+        This is the last part of `recode`, for a sum that is decoded already.
+        """
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_pieces(mean, dim, num, seed=seed, place=place)
 
@@ -295,19 +303,22 @@ class Codec(abc.ABC):
         *,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """Like `encode_pieces`, but each message has any shape that `decode_tiled` can read."""
+        """Cut an array into pieces and encode each, like `encode_pieces`, for TPUs.
+
+        A message may have any shape that `decode_tiled` can read, such as one that fills tiles.
+        """
         return self.encode_pieces(x, dim, num, seed=seed)
 
     def decode_tiled(
         self, message: Shaped[Array, "num ..."], shape: tuple[int, ...], dim: int, dtype: DTypeLike
     ) -> Shaped[Array, ...]:
-        """Like `decode_pieces`, for messages of `encode_tiled`."""
+        """Decode messages of `encode_tiled` to pieces, and join them, like `decode_pieces`."""
         return self.decode_pieces(message, shape, dim, dtype)
 
     def sum_tiled(
         self, message: Shaped[Array, "peers ..."], shape: tuple[int, ...]
     ) -> Float32[Array, ...]:
-        """Like `decode_sum`, for messages of `encode_tiled`, each of an array of `shape`."""
+        """Decode and add up messages of `encode_tiled`, each of an array of `shape`."""
         return self.decode_sum(message, math.prod(shape)).reshape(shape)
 
     def recode_tiled(
@@ -321,7 +332,7 @@ class Codec(abc.ABC):
         divisor: int,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """Like `recode`, from messages of `encode_tiled` to new messages of that form."""
+        """Sum messages of `encode_tiled`, and encode the result as such messages, like `recode`."""
         total = source.sum_tiled(message, shape)
         mean = total if divisor == 1 else total / jnp.float32(divisor)
         return self.encode_tiled(mean, dim, num, seed=seed)

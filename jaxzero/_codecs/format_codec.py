@@ -26,7 +26,7 @@ _EPS = 2.0**-24  # relative error of one rounding in float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormatCodec(Codec):
-    """Base class of codecs with few bits: codes of one size, and a scale for each block."""
+    """Base class of `Int8`, `Int4` and `Float8`: codes of few bits, and a scale for each block."""
 
     _kind: ClassVar[kernels.Kind]  # of the codes, as `pallas_kernels` names it
     block: int = 256
@@ -277,9 +277,9 @@ class FormatCodec(Codec):
         )
 
     def error_bound(self, x: Float[np.ndarray, "*rows n"]) -> Float64[np.ndarray, "*rows n"]:
-        """Return half a step between codes (a full one if stochastic) times the scale.
+        """Return half the distance of neighbouring codes (all of it if stochastic) times the scale.
 
-        In a rotated block, a number's error is at most the sum of the errors in its group.
+        In a rotated block, a number's error is at most the sum of the errors in its group of 32.
         """
         near, wide = to_float32(x).astype(np.float64), x.astype(np.float64)
         bound = self._code_bound(near, np.zeros_like(near))
@@ -301,7 +301,7 @@ class FormatCodec(Codec):
     def _is_kept(
         self, x: Float64[np.ndarray, "*rows n"], zero: float
     ) -> Bool[np.ndarray, "*rows n"]:
-        """Return whether each number's block is not rotated, if numbers up to `zero` are zeros."""
+        """Return for each number whether its block has a zero (`abs(x) <= zero`): not rotated."""
         is_zero = (np.abs(x) <= zero).astype(np.float64)
         is_zero[..., x.shape[-1] // ROTATED * ROTATED :] = 0
         return largest_of_blocks(is_zero, self.block) > 0
@@ -309,7 +309,7 @@ class FormatCodec(Codec):
     def _code_bound(
         self, x: Float64[np.ndarray, "*rows n"], doubt: Float64[np.ndarray, "*rows n"]
     ) -> Float64[np.ndarray, "*rows n"]:
-        """Return the error bound of `x` without rotation; each number may be off by `doubt`."""
+        """Return the error bound of encoding numbers that differ from `x` by up to `doubt`."""
         largest = largest_of_blocks(np.abs(x) + doubt, self.block)
         least = np.maximum(largest_of_blocks(x, self.block) / self.format.limit, _TINY)
         # The constant 1/limit and a product with it are rounded, and a bfloat16 upwards.

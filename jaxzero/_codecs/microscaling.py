@@ -220,7 +220,7 @@ class NVFloat4(BlockCodec):
 
 
 def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
-    """Return a message's scale from its largest number, rounded up to 16 significant bits."""
+    """Return each message's scale from its largest number, rounded up to 16 significant bits."""
     exact = largest * kernels.not_above(1 / (_LIMIT * _SCALE_LIMIT))
     bits = lax.bitcast_convert_type(jnp.maximum(exact, _LEAST_ROW_SCALE), jnp.uint32)
     bits = (bits + jnp.uint32(0xFF)) & jnp.uint32(0xFFFFFF00)
@@ -228,7 +228,7 @@ def _row_scale(largest: Float32[Array, "*rows"]) -> Float32[Array, "*rows"]:
 
 
 def _to_codes(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Return the 4-bit codes of the nearest elements: a sign bit, and the index of a magnitude.
+    """Round numbers to E2M1 elements; return their 4-bit codes: a sign, and a magnitude's index.
 
     Magnitudes are multiples of 0.5 up to 2, of 1 up to 4, and of 2 up to 6. Even codes are even
     multiples, so that `round` rounds ties to even codes.

@@ -1,4 +1,4 @@
-"""Messages as rows of bits: cut arrays into rows, view numbers as integers, join rows of arrays.
+"""Lay out messages as rows of bits: cut arrays into rows, view floats as integers, join rows.
 
 A message is `[n, m]`, with a row for each device. Backends widen narrow floats in transit, and XLA
 would move a cast across a collective; integers travel unchanged. So floats of 8 and 16 bits are
@@ -25,7 +25,11 @@ Column = tuple[int, Any]  # number of elements of one array in a row, and their 
 
 
 def cut(shape: tuple[int, ...], dim: int, num: int) -> tuple[int, int, int]:
-    """Return the shape `(outer, num, inner)` of an array cut into `num` pieces along `dim`."""
+    """Return a 3-d shape `(outer, num, inner)` for an array that is cut into `num` pieces.
+
+    `outer` is the number of elements of the dims before `dim`. `inner` is the number of elements of
+    the other dims, in one piece.
+    """
     return math.prod(shape[:dim]), num, math.prod(shape[dim:]) // num
 
 
@@ -47,7 +51,10 @@ def joined_rows(
 
 
 def joined(x: Shaped[Array, ...], shape: tuple[int, ...], dim: int, num: int) -> Shaped[Array, ...]:
-    """Join `num` pieces of `shape` along `dim`; `x` has the dim of pieces just before `dim`."""
+    """Join `num` pieces of `shape` along `dim`.
+
+    `x` has the pieces as `[*shape[:dim], num, *shape[dim:]]`, or as any reshape of that array.
+    """
     return x.reshape(*shape[:dim], num * shape[dim], *shape[dim + 1 :])
 
 
@@ -120,9 +127,10 @@ def join_columns(rows: Sequence[Shaped[Array, "n _"] | DeferredMessage]) -> Shap
 
 
 def _filled(rows: Sequence[UInt8[Array, "n _"] | DeferredMessage]) -> UInt8[Array, "n m"]:
-    """Do `join_columns` with deferred messages: kernels write theirs first, arrays are copied then.
+    """Concatenate arrays and deferred messages along dim 1, in a new array of bytes.
 
-    Each kernel updates the buffer that the kernel before it returned.
+    First the kernels of deferred messages write their columns, each into the array that the kernel
+    before it returned. Then the other arrays are copied in.
     """
     shape = rows[0].shape[0], sum(x.shape[1] for x in rows)
     data, start, rest = None, 0, []
@@ -166,7 +174,7 @@ def columns_in_place(
 
 
 def column_bytes(columns: Sequence[Column]) -> tuple[int, ...]:
-    """Return the number of bytes that each array has in a row."""
+    """Return how many bytes each of the joined arrays takes in one row."""
     return tuple(length * jnp.dtype(dtype).itemsize for length, dtype in columns)
 
 

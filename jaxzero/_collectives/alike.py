@@ -27,7 +27,7 @@ _recordings: contextvars.ContextVar[_Recordings | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def alike_once() -> Iterator[None]:
-    """Let `for_alike` reuse its traces while this context lasts."""
+    """Let `for_alike` reuse its traces in this context; outside of one, it traces at every call."""
     token = _recordings.set({})
     try:
         yield
@@ -75,7 +75,10 @@ def _is_array(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """Return a key that is equal for alike arguments: the type of an array, or the value itself."""
+    """Return a hashable key of an argument: the type of an array, or the value itself.
+
+    Alike arguments have equal keys.
+    """
     if _is_array(x):
         return jax.typeof(x)
     if isinstance(x, CommSpec):

@@ -1,4 +1,4 @@
-"""Say how values are sent: axes, codecs, form of messages, and each gradient's reduction.
+"""Decide how values are sent: over which axes, with which codecs, in which form of messages.
 
 [Note: form of messages] CPUs and GPUs keep arrays in plain rows, so a bucket is one array
 `[devices, bytes]` into which the messages of several leaves are joined. A TPU keeps the last two
@@ -35,7 +35,7 @@ from .ledger import Transfer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MessageForm:
-    """The shape in which arrays are sent by collectives, and which of them share a message.
+    """In which shape collectives send arrays, and which arrays they join into one message.
 
     Attributes:
         tiled: whether each leaf is sent alone, in a shape whose minor dims fill tiles, and floats
@@ -57,11 +57,11 @@ class MessageForm:
         return _FORMS.get(physical(mesh).devices.flat[0].platform, cls())
 
     def joins(self, num_bytes: int) -> bool:
-        """Return whether a leaf without a codec that sends `num_bytes` is joined with others."""
+        """Return whether an uncoded leaf of `num_bytes` is small enough to share a message."""
         return self.join_below_bytes is None or num_bytes < self.join_below_bytes
 
     def shares_kernel(self, num_bytes: int) -> bool:
-        """Return whether an array of `num_bytes`, unsharded, shares a kernel with other arrays."""
+        """Return whether an array of `num_bytes` in full is small enough to share a kernel."""
         return self.copy_below_bytes is None or num_bytes < self.copy_below_bytes
 
     def copies(self, shape: tuple[int, ...], dim: int, num_bytes: int) -> bool:
@@ -115,7 +115,7 @@ class CommSpec:
         halves: bool = False,
         node_microbatches: tuple[int, ...] | None = None,
     ) -> CommSpec:
-        """Derive the `CommSpec` of a program on `mesh`; the last two arguments become its fields.
+        """Make the `CommSpec` of a program on `mesh`, with the fields that are named as arguments.
 
         Raises:
             ValueError: `halves` or `node_microbatches` with `deterministic="mesh"`.
@@ -157,7 +157,7 @@ class CommSpec:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of a leaf: of devices along the axes that split it."""
+        """The number of shards of a leaf, which is the number of devices along `axes`."""
         return math.prod(self.sizes[axis] for axis in self.axes)
 
     @property
@@ -171,11 +171,11 @@ class CommSpec:
 
     @property
     def divisor(self) -> int | float:
-        """The number by which a micro-batch's sum over devices is divided to give the mean."""
+        """The divisor that turns a sum over devices into the mean of a micro-batch."""
         return self.num_devices if self.mean_divisor is None else self.mean_divisor
 
     def num_runs(self, microbatches: int) -> int:
-        """Return how many micro-batches all devices run in a step, if one runs `microbatches`."""
+        """Return the total of micro-batches over devices; a device runs at most `microbatches`."""
         if self.node_microbatches is None:
             return self.num_devices * microbatches
         return self.sizes[LOCAL] * sum(self.node_microbatches)
@@ -196,15 +196,15 @@ class CommSpec:
 
     @property
     def gather_axes(self) -> tuple[str, ...]:
-        """The axes that a shard is gathered over, in this order."""
+        """The mesh axes over which shards are gathered, in the order of the gathers."""
         return self.axes[::-1]
 
     def axes_with_peers(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of `axes` that have more than one device."""
+        """Return `axes` without those of a single device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-        """Return a line for each axis with a codec: the codecs and dtypes used in `transfers`."""
+        """Return lines of a report: for each axis with a codec, what `transfers` were sent as."""
         lines = []
         for what, codecs in (("weights", self.weights), ("gradients", self.gradients)):
             for axis in self.axes_with_peers(AXES):
@@ -239,9 +239,9 @@ class CommSpec:
         return self.suitable_for_weights(codec, num, dtype)
 
     def gradient_codec(self, axis: str, num: int, dtype: DTypeLike) -> Codec | None:
-        """Return the codec of a gradient over `axis`; floats of 16 bits or fewer get a `Cast`.
+        """Return the codec of a gradient over `axis`. Without one, narrow floats get a `Cast`.
 
-        They get none if sums are added in a tree, where partial sums are sent in float32.
+        If sums are added in a tree, they get None: partial sums are then sent in float32.
         """
         codec = getattr(self.gradients, axis)
         if isinstance(codec, GradientHop):
@@ -252,7 +252,7 @@ class CommSpec:
         return codec
 
     def suitable_for_weights(self, codec: Codec | None, num: int, dtype: DTypeLike) -> Codec | None:
-        """Return what `suitable` returns, but None for a codec of as many bits as `dtype`, or more.
+        """Return `codec` if it is `suitable` and has fewer bits than `dtype`, otherwise None.
 
         Weights are not summed, so wider messages would not make them more precise.
         """
@@ -294,13 +294,13 @@ class ReduceSpec:
 
     @functools.cached_property
     def without_name(self) -> ReduceSpec:
-        """This spec without the leaf's name, so that leaves reduced alike compare equal."""
+        """This spec without the name: equal for two leaves that are reduced in the same way."""
         return dataclasses.replace(self, name="")
 
     def scatters(self, axis: str, comm: CommSpec) -> bool:
-        """Return whether the reduction over `axis` is a reduce-scatter.
+        """Return whether the gradient is reduce-scattered over `axis`.
 
-        It is an all-reduce if devices along the axis hold the same shards (`split="local"`).
+        If not, it is all-reduced (`split="local"`), or not reduced over this axis at all.
         """
         return axis in self.hops and axis in comm.axes and comm.sizes[axis] > 1
 
@@ -310,12 +310,12 @@ class ReduceSpec:
         return comm.gradient_codec(axis, size, self.dtype)
 
     def exchange(self, axis: str, comm: CommSpec) -> Codec | None:
-        """Return the codec if one kernel does the hop over `axis` (`kernel_hop`); None if not."""
+        """Return the codec of a hop over `axis` that is a single kernel (`kernel_hop`), or None."""
         codec = self.codec(axis, comm)
         return codec if codec is not None and codec.exchange_format is not None else None
 
     def dtype_at(self, axis: str, comm: CommSpec) -> Any:
-        """Return the dtype of what is sent over `axis`; float32 after a hop with a codec."""
+        """Return the dtype that the gradient has before its hop over `axis`, not yet encoded."""
         before = [x for x in REDUCTION_HOPS[: REDUCTION_HOPS.index(axis)] if self.scatters(x, comm)]
         if any(self.codec(hop, comm) is not None for hop in before):
             return jnp.dtype(jnp.float32)
@@ -348,7 +348,7 @@ class ReduceSpec:
         return comm.form.copies(shape, self.layout.dim, num_bytes * (1 if is_first else 4))
 
     def message_column(self, axis: str, comm: CommSpec) -> Column:
-        """Return length and dtype of the message that each device along `axis` gets."""
+        """Return the number of elements, and the dtype, of the message to each device of `axis`."""
         codec = self.codec(axis, comm)
         assert codec is not None
         num = math.prod(self.shard_shape(axis, comm))
@@ -374,7 +374,7 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 
 
 def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
-    """Return the spec that reduces a bucket's gradients as one `[devices, m]`; None: one by one."""
+    """Return the spec that reduces a bucket as one gradient `[devices, m]`; None if impossible."""
     axes, first = reduce_axes(specs, comm), specs[0]
     if len(specs) < 2 or comm.form.tiled or any(x.dtype != first.dtype for x in specs):
         return None
@@ -395,6 +395,6 @@ def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
 
 @functools.cache
 def _message_size(codec: Codec, num: int, dtype: Any) -> Column:
-    """Return length and dtype of a message of `num` numbers; cached, as many layers share it."""
+    """Return the number of elements and the dtype of a message that encodes `num` numbers."""
     message = codec.message(num, dtype)
     return message.shape[0], message.dtype

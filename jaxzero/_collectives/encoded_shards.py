@@ -1,4 +1,4 @@
-"""A weight while it is gathered: its shards, as arrays or as encoded messages.
+"""`EncodedShards`: shards of a weight that is being gathered, as arrays or as encoded messages.
 
 Each owner encodes its shard once. Side by side, these messages are gathered, kept, and gathered
 again over the next axis; they are decoded only where the weight is used. So every use, on every
@@ -104,7 +104,7 @@ class EncodedShards:
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 
     def _messages(self, x: Array, codec: Codec, seed: Array, tiled: bool) -> Array:
-        """Encode `x` as messages, one for each element of its leading dims, with a shards dim."""
+        """Encode `x` as messages `[*lead, 1, bytes]`: one for each element of its leading dims."""
         if not tiled:
             rows = x.reshape(*x.shape[: self.lead], math.prod(x.shape[self.lead :]))
             return jnp.expand_dims(codec.encode_rows(rows, seed=seed), self.lead)
@@ -116,11 +116,11 @@ class EncodedShards:
     def draft(
         self, codec: Codec | None, axes: tuple[str, ...]
     ) -> tuple[EncodedShards, DeferredMessage] | None:
-        """Encode these shards as a deferred message, to be written straight into a bucket.
+        """Prepare to encode these shards straight into a bucket, without a copy.
 
         Returns:
-            The encoded shards without data, and the message. None if the shards need no encoding,
-            or the message cannot be written in place.
+            The encoded shards, without data; and the `DeferredMessage` that writes the data. None
+            if the shards need no encoding, or the codec cannot write in place.
         """
         if codec is None or codec == self.codec or self.lead or not codec.writes_in_place:
             return None
@@ -133,7 +133,7 @@ class EncodedShards:
         return shards, draft
 
     def described(self, data: jax.ShapeDtypeStruct) -> EncodedShards:
-        """Return these shards with the shape and dtype `data` in place of their array."""
+        """Return these shards without arrays: `data` is their shape and dtype, `kept` is None."""
         shards = dataclasses.replace(self, kept=None)
         return dataclasses.replace(shards, data=data)  # pyright: ignore[reportArgumentType]
 
@@ -147,7 +147,12 @@ class EncodedShards:
     def decode(
         self, data: Shaped[Array, ...] | kernels.InPlace, dtype: Any = None
     ) -> Shaped[Array, ...]:
-        """Decode and join the messages `data`, which are read in place if there is no `lead`."""
+        """Decode messages, and join them to the array that the shards form.
+
+        Args:
+            data: the messages; `InPlace` (some columns of a larger array) only without `lead`.
+            dtype: the dtype of the result; by default that of the shards.
+        """
         assert self.codec is not None
         dtype = self.dtype if dtype is None else dtype
         codec, lead = self.codec, self.lead
@@ -162,7 +167,7 @@ class EncodedShards:
         return one(data)
 
     def gather(self, axis: str, form: MessageForm = MessageForm()) -> EncodedShards:  # noqa: B008
-        """Put the shards of all devices along `axis` side by side."""
+        """All-gather these shards over `axis`; return the shards of all its devices together."""
         if self.hop is not None:
             return self._gather_by_kernel(self.hop, axis)
         gathered, forms = self.over(axis), (self.codec or self.dtype,)
@@ -183,28 +188,31 @@ class EncodedShards:
         return dataclasses.replace(self.gathered_by_kernel(axis), data=x, shape=tuple(x.shape))
 
     def gathered_by_kernel(self, axis: str) -> EncodedShards:
-        """Return these shards as the kernel's gather leaves them, with the dtype of its result."""
+        """Return the description of these shards after `hop`, a kernel, has gathered them.
+
+        It has the dtype of the kernel's result, no `hop`, and the old `data`, to be replaced.
+        """
         assert self.hop is not None
         return dataclasses.replace(self.over(axis), dtype=self.hop.dtype, hop=None)
 
     def over(self, axis: str) -> EncodedShards:
-        """Return these shards with the `axes` that are left after a gather over `axis`."""
+        """Return these shards with `axis`, and the axes before it, removed from `axes`."""
         done = self.axes.index(axis) + 1 if axis in self.axes else 0
         return dataclasses.replace(self, axes=self.axes[done:])
 
     def on_device(self, name: str, *, windowed: bool) -> EncodedShards:
-        """Return these shards in device memory; see `copy_to_device` for the arguments."""
+        """Return these shards, copied to device memory if needed; arguments: `copy_to_device`."""
         data = copy_to_device(self.data, "weights", name, windowed=windowed)
         return dataclasses.replace(self, data=data)
 
     def layer(
         self, data: Shaped[Array, ...], kept: Shaped[Array, ...] | None = None
     ) -> EncodedShards:
-        """Return the shards of one layer, where these are the shards of a stack.
+        """Return the shards of one layer, inside a loop over the stack that these shards are of.
 
         Args:
-            data: the layer's slice of `data` in a loop's body.
-            kept: the layer's slice of the data of `kept`; `None` leaves `kept` out.
+            data: the slice of the stack's `data` that the loop's body gets.
+            kept: the slice of the data of the stack's `kept`; with None, the layer has no `kept`.
         """
         assert self.codec is None or self.lead > 0
         lead = max(self.lead - 1, 0)
@@ -214,7 +222,10 @@ class EncodedShards:
         )
 
     def stack(self, data: Shaped[Array, ...]) -> EncodedShards:
-        """Return the shards of a stack of layers like this one, with `data`; reverses `layer`."""
+        """Return the shards of a stack of layers, where these are the shards of one layer.
+
+        `data` is the stack's data. This reverses `layer`.
+        """
         shape = (len(data), *self.shape)
         return dataclasses.replace(
             self, data=data, shape=shape, dim=self.dim + 1, lead=self.lead + 1
@@ -239,7 +250,10 @@ def to_stored(x: Shaped[Array, ...], leaf: LeafSpec) -> Shaped[Array, ...]:
 
 
 def from_stored(data: Shaped[Array, ...], leaf: LeafSpec) -> EncodedShards:
-    """Return stored messages as `EncodedShards`: one device's in a `shard_map`, all outside it."""
+    """Return the messages of a leaf that is stored encoded as `EncodedShards`.
+
+    Inside of a `shard_map`, `data` is this device's message; outside, the messages of all devices.
+    """
     assert leaf.layout is not None and leaf.codec is not None
     dim, shape = leaf.layout.dim, list(leaf.padded_shape)
     shape[dim] //= leaf.layout.num_shards

@@ -59,9 +59,9 @@ def gather_hop(
 ) -> list[GatherBucket]:
     """All-gather each bucket over the next of its axes.
 
-    If the following axis uses the same codecs and joins the same weights, the gathered messages are
-    left as they are, to be sent on; otherwise they are decoded and encoded again. A fully gathered
-    bucket is returned unchanged.
+    If the axis after that uses the same codecs and joins the same weights, the gathered messages
+    are sent on as they are; otherwise they are decoded and encoded again. A fully gathered bucket
+    is returned unchanged.
     """
     result = []
     for bucket in buckets:
@@ -90,7 +90,12 @@ def _next_axis(shards: EncodedShards, comm: CommSpec) -> str | None:
 def _encoded(
     shards: EncodedShards, size: int, comm: CommSpec
 ) -> tuple[EncodedShards, DeferredMessage | None]:
-    """Encode shards for the next axis; the message is deferred if the codec can write in place."""
+    """Encode shards for the next axis of their gather.
+
+    Returns:
+        The encoded shards, and None; or, if the codec can write in place, the shards without data,
+        and the `DeferredMessage` that writes the data.
+    """
     axis = _next_axis(shards, comm)
     if axis is None:
         return shards, None
@@ -104,7 +109,10 @@ def _encoded(
 
 
 def _codec(shards: EncodedShards, size: int, comm: CommSpec) -> Codec | None:
-    """Return the codec for the next axis; the present one if none is left, or shards are pinned."""
+    """Return the codec with which shards are sent over the next axis.
+
+    Shards that are pinned, or fully gathered, stay as they are: then it is their present codec.
+    """
     axis = _next_axis(shards, comm)
     if shards.pinned or axis is None:
         return shards.codec
@@ -168,7 +176,7 @@ def encode_node_slice(
 
 
 def _difference(shard: EncodedShards, kept: EncodedShards, comm: CommSpec) -> EncodedShards:
-    """Return the difference of a shard to its part of the node slice that the devices keep."""
+    """Return `shard` minus its old value, which is its part of the kept node slice `kept`."""
     size = shard.shape[shard.dim]
     start = lax.axis_index(NODE) * size
     mine = lax.dynamic_slice_in_dim(_finite(kept), start, size, axis=shard.dim)
@@ -210,7 +218,7 @@ def move_split(
 
 
 def gathered_aval(shard: Any, layout: DimSharding, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-    """Return the type (shape, dtype, sharding) of the array that `shard` is gathered to."""
+    """Return the shape, dtype and sharding of the full array that `shard` is gathered to."""
 
     def full(x: Array) -> Array:
         for axis in reversed(program_axes(axes)):

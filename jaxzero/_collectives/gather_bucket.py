@@ -1,4 +1,4 @@
-"""A bucket: weights that are gathered together, in one array.
+"""`GatherBucket`: the shards of several weights in one array, gathered by one collective.
 
 A collective has a fixed cost, whatever its size. So the shards of a group of weights are laid side
 by side, as bits, in one array with a row for each device:
@@ -60,7 +60,7 @@ class GatherBucket:
     positions: tuple[int, ...]
 
     def gather(self, axis: str, form: MessageForm = MessageForm()) -> GatherBucket:  # noqa: B008
-        """All-gather over `axis`; the result has the rows of all devices along it, in order."""
+        """All-gather this bucket over `axis`; the result has the rows of all its devices."""
         with picked(self.positions):
             if len(self.parts) == 1:
                 shards = dataclasses.replace(self.parts[0], data=self.data).gather(axis, form)
@@ -82,8 +82,8 @@ class GatherBucket:
     def renumbered(self, numbers: Sequence[int]) -> GatherBucket:
         """Return this bucket with each index `i` in `positions` replaced by `numbers[i]`.
 
-        This is for a bucket packed from weights of another bucket: `numbers` are the positions of
-        these weights among all weights.
+        This is for a bucket that was packed from some of the weights only: `numbers` are the
+        positions of these among all weights.
         """
         return dataclasses.replace(self, positions=tuple(numbers[i] for i in self.positions))
 
@@ -95,13 +95,21 @@ class GatherBucket:
         return [_from_rows(part, x.cut_out()) for part, x in zip(self.parts, rows, strict=True)]
 
     def arrays(self, dtypes: Sequence[Any]) -> list[Array]:
-        """Decode each weight in place, to its entry of `dtypes` (None: its own dtype)."""
+        """Decode the weights of this bucket, reading `data` in place.
+
+        Args:
+            dtypes: the dtype of the result for each weight; None: the weight's own dtype.
+        """
         if len(self.parts) == 1:
             return [self.unpack()[0].join(dtypes[0])]
         return [_joined(*each) for each in zip(self.parts, self._rows(), dtypes, strict=True)]
 
     def _rows(self) -> list[kernels.InPlace]:
-        """Return each weight's columns of `data`: as floats, if all are floats of one dtype."""
+        """Return the columns of `data` that each weight has.
+
+        If all weights are floats of one dtype and without a codec, the columns are viewed as these
+        floats; otherwise they are bits.
+        """
         columns = _columns(self.parts)
         dtypes = {None if part.codec is not None else part.dtype for part in self.parts}
         only = dtypes.pop() if len(dtypes) == 1 else None
@@ -119,8 +127,8 @@ def pack(
 ) -> list[GatherBucket]:
     """Put shards into buckets: one for all shards with the same remaining axes.
 
-    A bucket of its own get: a stack that a loop scans (`lead`), a dtype that cannot be joined, and
-    shards that are sent alone (`MessageForm`) or not at all.
+    Some shards are in a bucket of their own: those of a stack that a loop scans (`lead`), those of
+    a dtype that cannot be joined, and those sent alone (`MessageForm`) or not at all.
 
     Args:
         sent: for each weight its shards; if these have no data yet, also the `DeferredMessage` that
@@ -158,7 +166,12 @@ def unpack(buckets: Sequence[GatherBucket]) -> list[EncodedShards]:
 
 
 def arrays(buckets: Sequence[GatherBucket], dtypes: Sequence[Any]) -> list[Array]:
-    """Decode all weights, in the order given to `pack`; see `GatherBucket.arrays`."""
+    """Decode the weights of all buckets, in the order given to `pack`.
+
+    Args:
+        buckets: the gathered buckets.
+        dtypes: the dtype of the result for each weight; None: the weight's own dtype.
+    """
     by_position: dict[int, Array] = {}
     for bucket in buckets:
         decoded = bucket.arrays([dtypes[i] for i in bucket.positions])
@@ -207,7 +220,7 @@ def _columns(parts: Sequence[EncodedShards]) -> list[Column]:
 
 
 def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
-    """Return the decoded array of a weight, from its columns of the gathered rows."""
+    """Return a weight as an array of type `dtype`, decoded from its columns of a bucket."""
     if part.codec is None:
         return _from_rows(part, row.cut_out()).join(dtype)
     num_shards, size = part.data.shape
@@ -215,7 +228,7 @@ def _joined(part: EncodedShards, row: kernels.InPlace, dtype: Any) -> Array:
 
 
 def _from_rows(part: EncodedShards, rows: Shaped[Array, "n m"]) -> EncodedShards:
-    """Return the shards of a weight, from its columns of the gathered rows."""
+    """Return the gathered shards of a weight, from its columns of a bucket's rows."""
     if part.codec is not None:
         num_shards, size = part.data.shape
         return dataclasses.replace(part, data=rows.reshape(len(rows) * num_shards, size))

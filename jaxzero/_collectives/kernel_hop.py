@@ -32,7 +32,7 @@ from .ledger import note
 
 @dataclasses.dataclass(frozen=True)
 class KernelHop:
-    """How the kernel of the next gather encodes.
+    """The settings of the kernel that will encode, gather and decode a shard.
 
     Attributes:
         codec: the codec, which has a kernel for whole hops.
@@ -123,7 +123,7 @@ def scatter(
 def check_kernel_hops(
     mesh: AnyMesh, weights: PerAxis, gradients: PerAxis, *, halves_local: bool
 ) -> None:
-    """Check that a mesh can run the hops that are to be one kernel.
+    """Check that a mesh can run those hops whose codec asks for a single kernel.
 
     Args:
         mesh: the mesh of the program.
@@ -150,7 +150,7 @@ def check_kernel_hops(
 
 
 def _gap(mesh: AnyMesh) -> str | None:
-    """Return why a mesh cannot run kernels that store into the memory of peers; None if it can."""
+    """Return the reason why a mesh cannot run kernels that store into peers' memory, or None."""
     if isinstance(mesh, SimulatedMesh):
         return "its devices are simulated, and the kernel stores into the memory of real ones"
     if mesh.shape.get(TOKENS, 1) > 1:
@@ -182,12 +182,26 @@ def _note(
     parts: Sequence[int],
     of_leaves: bool,
 ) -> None:
-    """Record what a kernel stores into the memory of `num` devices, for a shard of `shape`."""
+    """Record a kernel's hop in the ledger, as the collective that it replaces.
+
+    Args:
+        collective: the name of the collective.
+        shape: the shape of one shard.
+        dim: the dim along which shards are joined or cut.
+        axis: the mesh axis.
+        codec: the codec.
+        num: the number of devices, into whose memory the kernel stores.
+        parts: sizes of the arrays in a shard; empty: the shard is one array.
+        of_leaves: whether parts belong to different leaves.
+    """
     sizes = kernels.exchange_bytes(shape, dim, _format(codec), parts)
     sent = jax.ShapeDtypeStruct((num * sum(sizes),), jnp.uint8)
     note(collective, axis, sent, sizes if of_leaves else (), (codec,))
 
 
 def lead_parts(shape: tuple[int, ...], lead: int) -> tuple[int, ...]:
-    """Return, for each layer of a stack, its number of elements; layers are encoded one by one."""
+    """Return the number of elements of each layer of a stack, as `parts` of a kernel's hop.
+
+    `lead` is the number of leading dims of `shape` that count layers.
+    """
     return (math.prod(shape[lead:]),) * math.prod(shape[:lead])

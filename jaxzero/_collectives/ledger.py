@@ -33,7 +33,8 @@ class Transfer:
             axis `tokens`; cotangents too), "fragments" (of parameters, `Zero.local_steps`),
             "tangents" (weights, gradients and their tangents in a program that `jax.jvp` derives),
             or "other" (losses, weights of examples, aux).
-        name: name of the leaf, or of the first of several; "" for what belongs to no leaf.
+        name: name of the leaf whose values are sent, or of the first of several; "" for values of
+            no leaf, such as losses.
         collective: "all-gather", "all-to-all", "reduce-scatter", "all-reduce" or "permute".
         axis: the mesh axes of more than one device that it runs over, such as "node+local".
         dtype: dtype on the wire.
@@ -219,9 +220,10 @@ def labelled(purpose: str, *names: str) -> Iterator[None]:
 
 
 def _scope(purpose: str, names: tuple[str, ...]) -> str:
-    """Return the name of a label's scope: a verb, and the path prefix that all leaves share.
+    """Return the named scope under which profilers show the collectives of a label.
 
-    Leaves without a common prefix are named by the first one and the number of the others.
+    It has a verb for the purpose, and the path prefix that all leaves share. Leaves without a
+    common prefix are named by the first one and the number of the others.
     """
     if purpose == "activations":
         return "jaxzero/send activations"
@@ -258,7 +260,10 @@ def picked(numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Transfer]]:
-    """Yield a list of the collectives traced here, for `note_again`, instead of recording them."""
+    """Collect the collectives traced in this context in a list, instead of recording them.
+
+    The list is yielded; `note_again` records it.
+    """
     outer, (purpose, names) = _ledger.get(), _label.get()
     ledger = outer and Ledger(outer.sizes)
     numbered = tuple(map(str, range(len(names))))  # `note_again` puts names for the numbers
@@ -284,7 +289,9 @@ def note_again(transfers: Sequence[Transfer]) -> None:
 def repeated(
     body: Callable, trips: int, *, microbatches: bool = False
 ) -> tuple[Callable, Callable[[], None]]:
-    """Record what a loop's body sends and copies with `trips`, however often JAX traces the body.
+    """Make a loop's body whose collectives and copies are recorded once, with the number of trips.
+
+    JAX may trace the body several times.
 
     Args:
         body: the loop's body.

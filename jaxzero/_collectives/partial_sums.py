@@ -1,4 +1,4 @@
-"""Sums over devices: as messages still to be decoded, and with the sum over half the devices.
+"""Represent sums over devices: as messages not yet added up, or together with a half-batch sum.
 
 SimiGrad compares the gradients of two half-batches, and needs the sum over the first half of the
 devices in addition to the sum over all devices (`CommSpec.halves`). Both sums are taken on the
@@ -27,7 +27,7 @@ from ..pallas_kernels import add_up
 
 @dataclasses.dataclass(frozen=True)
 class HalfBatchSum:
-    """A sum over devices, with the sum over the first half of them.
+    """The sum over all devices along an axis, together with the sum over the first half of them.
 
     It is a pytree, so that linear operations can be mapped over both sums.
 
@@ -77,7 +77,10 @@ class PartialSums:
 
     @jax.named_scope("decode")
     def total(self) -> Shaped[Array, ...]:
-        """Return the sum over all devices so far, decoded and added in float32."""
+        """Decode the messages and return their sum, added in float32.
+
+        It is the sum over the devices of this axis and of the axes that were reduced before.
+        """
         if self.decoded is not None:
             return self.decoded
         assert self.message is not None
@@ -90,7 +93,7 @@ class PartialSums:
         return total if self.num_summed == 1 else total * jnp.float32(self.num_summed)
 
     def halved(self, half: int) -> HalfBatchSum:
-        """Return the sum over all senders, and the sum over the first `half` of them."""
+        """Decode the messages; return their sum, and the sum of the first `half` of them."""
         assert self.message is not None, "`check_kernel_hops` refuses sums over half of the devices"
         if self.tiled:
             assert not isinstance(self.message, kernels.InPlace)
@@ -102,16 +105,16 @@ class PartialSums:
 
 
 def summed_by_kernel(total: Float32[Array, ...], codec: Codec) -> PartialSums:
-    """Return a sum that one kernel has exchanged and added up as `PartialSums`."""
+    """Wrap the result of a reduction by one kernel as `PartialSums` that are added up already."""
     return PartialSums(None, codec, tuple(total.shape), decoded=total)
 
 
 def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
-    """Decode and add neighbouring messages as one array, if their codec is joinable.
+    """Return the same sums, with neighbours decoded and added up as one array where possible.
 
+    It is possible if their codec is joinable and their messages are side by side in one array.
     Decoded one by one, each sum takes several operations for each sender, and a program of unrolled
-    layers has as many sums as layers times weights. Joined or not, the results are equal bit for
-    bit.
+    layers has as many sums as layers times weights. The results are equal bit for bit.
     """
     result: list[PartialSums] = []
     for parts in _joinable(sums):
@@ -131,7 +134,7 @@ def decoded_together(sums: Sequence[PartialSums]) -> list[PartialSums]:
 
 
 def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
-    """Group neighbours into runs whose messages can be decoded as one."""
+    """Group `sums`, in order, into runs whose messages can be decoded as one array."""
     runs: list[list[PartialSums]] = []
     for x in sums:
         if runs and _continues(runs[-1][-1], x):
@@ -142,7 +145,10 @@ def _joinable(sums: Sequence[PartialSums]) -> list[list[PartialSums]]:
 
 
 def _continues(x: PartialSums, y: PartialSums) -> bool:
-    """Return whether the messages of `y` begin in each row where those of `x` end."""
+    """Return whether `x` and `y` can be decoded as one array.
+
+    They can if their codecs are equal and joinable, and the columns of `y` follow those of `x`.
+    """
     before, after = x.message, y.message
     return (
         x.codec.is_joinable
@@ -156,17 +162,24 @@ def _continues(x: PartialSums, y: PartialSums) -> bool:
 
 
 def total_of(x: Array | PartialSums) -> Array:
-    """Return `x` as an array; `PartialSums` are decoded and added."""
+    """Return `x` if it is an array; decode and add up `PartialSums`."""
     return x.total() if isinstance(x, PartialSums) else x
 
 
 def sum_of(x: Sum | PartialSums, half: int) -> Sum:
-    """Add up `PartialSums`, and also only the first `half` senders; return other sums unchanged."""
+    """Add up `PartialSums`; return any other sum unchanged.
+
+    If `half` is not 0, the result is a `HalfBatchSum`: it also has the sum over the first `half`
+    senders.
+    """
     if not isinstance(x, PartialSums):
         return x
     return x.halved(half) if half else x.total()
 
 
 def as_pair(x: Any) -> tuple[Any, HalfBatchSum | None]:
-    """Return `(total, x)` for a `HalfBatchSum` x, and `(x, None)` for any other sum."""
+    """Split a sum into an array and an optional half-batch sum.
+
+    Returns `(x.total, x)` for a `HalfBatchSum`, and `(x, None)` for any other sum.
+    """
     return (x.total, x) if isinstance(x, HalfBatchSum) else (x, None)

@@ -31,7 +31,7 @@ def all_gather(
     shares: tuple[int, ...] = (),
     forms: Sequence[Any] = (),
 ) -> Shaped[Array, ...]:
-    """Concatenate the arrays of all devices along `dim`, in the order of `axis`."""
+    """All-gather: concatenate the arrays of all devices along `dim`, in the order of `axis`."""
     axes = program_axes(axis)
     if not axes:
         return x
@@ -41,14 +41,14 @@ def all_gather(
 
 
 def gather_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """Concatenate the arrays of all nodes along dim 0, also in a program of one node."""
+    """All-gather `x` over `node` along dim 0; this works inside a program of one node too."""
     full = gloo_workaround.all_gather(x, NODE, 0)
     note("all-gather", NODE, full)
     return full
 
 
 def reduce_nodes(x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """Sum the arrays of all nodes, also in a program of one node."""
+    """All-reduce `x` over `node` by sum; this works inside a program of one node too."""
     note("all-reduce", NODE, x)
     return lax.psum(x, NODE)
 
@@ -64,7 +64,7 @@ def all_to_all(
     """Split `x` along `split_dim`, send part i to device i, and concatenate what is received.
 
     The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` and `forms` are
-    for the ledger only (see above).
+    for the ledger only (see `Ledger.note`).
     """
     axes = program_axes(axis)
     if not axes:
@@ -85,7 +85,7 @@ def permute(
 def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Sum over devices; device i keeps part i along `dim`."""
+    """Reduce-scatter: sum `x` over the devices of `axis`; device i keeps part i along `dim`."""
     axes = program_axes(axis)
     if not axes:
         return x
@@ -94,7 +94,7 @@ def reduce_scatter(
 
 
 def all_reduce(x: Any, axis: Axes) -> Any:
-    """Sum an array, or a tree of arrays in one collective, over devices."""
+    """All-reduce: sum an array, or a tree of arrays in one collective, over devices of `axis`."""
     axes = program_axes(axis)
     if not axes:
         return x
@@ -106,8 +106,8 @@ def all_reduce(x: Any, axis: Axes) -> Any:
 def all_max(x: Shaped[Array, ...], axis: Axes) -> Shaped[Array, ...]:
     """Return the maximum over devices of each element; NaN if one of them is NaN.
 
-    `jnp.maximum` does the same. How a backend's own maximum treats NaN is not known (NCCL's drops
-    it), so flags are sent too.
+    `jnp.maximum` treats NaN in the same way. A backend's own maximum may drop it (NCCL's does), so
+    flags that mark NaN are sent too.
     """
     axes = program_axes(axis)
     if not axes:
@@ -133,14 +133,17 @@ _place: contextvars.ContextVar[_Place] = contextvars.ContextVar("jaxzero_place",
 
 @contextlib.contextmanager
 def in_region(region: str) -> Iterator[None]:
-    """Record the copies traced in this context as part of `region` of the step, and of no loop."""
+    """Record the copies traced in this context with `region` as their place, outside of loops.
+
+    A region is "before forward", "forward", "backward" or "the end".
+    """
     with _at(_Place(region, ())):
         yield
 
 
 @contextlib.contextmanager
 def in_loop(index: int) -> Iterator[None]:
-    """Record the copies traced in this context as inside the loop at operation `index`."""
+    """Record the copies traced in this context as made in a loop, the operation at `index`."""
     region, path = _place.get()
     with _at(_Place(region, (*path, index))):
         yield
@@ -179,7 +182,7 @@ def copy_to_host(x: Array, purpose: str, name: str, *, windowed: bool) -> Array:
 
 
 def note_moves(before: Sequence[Any], after: Sequence[Any]) -> None:
-    """Record the arrays that an operation of the user's function copies between memories.
+    """Record the copies between device and host memory that a `device_put` of the user makes.
 
     Mostly these are activations that a policy of `jax.checkpoint` offloads.
 

@@ -50,7 +50,7 @@ def reduce_over_node(
     comm: CommSpec,
     error: Shaped[Array, ...] | None = None,
 ) -> tuple[Shaped[Array, ...], HalfBatchSum | None, Shaped[Array, ...] | None]:
-    """Finish a reduction that has run over `local` only: sum node slices over `node`.
+    """Finish the reduction of a gradient that is reduced over `local` already: sum over `node`.
 
     Args:
         x: this device's node slice of the gradient, as the mean over its node.
@@ -113,9 +113,10 @@ def _coded_hop(
     comm: CommSpec,
     num_summed: int = 1,
 ) -> PartialSums:
-    """Reduce-scatter one array over one axis with a codec; return the messages, not yet summed.
+    """Encode `x`, exchange its shards over one axis, and return the messages that are received.
 
-    `x` is already the sum over `num_summed` devices.
+    This is a reduce-scatter whose sum is still to be taken (`PartialSums`). `x` is already the sum
+    over `num_summed` devices.
     """
     num = comm.sizes[axis]
     seed = rounding_seed(axis)
@@ -136,9 +137,18 @@ def encoded(
     form: MessageForm,
     seed: Array | None,
 ) -> Shaped[Array, "num ..."] | DeferredMessage:
-    """Encode a sum over `num_summed` devices as a mean, in one message for each of `num` receivers.
+    """Encode a sum for the next axis: cut it along `dim` into one message for each receiver.
 
-    A mean is sent because the sum could overflow the codec's range. `seed` is a `rounding_seed`.
+    The messages hold the mean, `x / num_summed`, because the sum could overflow the codec's range.
+
+    Args:
+        x: the sum over `num_summed` devices.
+        dim: the dim that is cut.
+        num: the number of receivers.
+        codec: the codec of the messages.
+        num_summed: the number of devices that are summed already.
+        form: the form of messages on this platform.
+        seed: a `rounding_seed`.
     """
     if isinstance(x, PartialSums) and x.message is None:  # rounded as `recode` does
         total, dtype = x.total(), jnp.float32
@@ -166,7 +176,7 @@ def rounding_seed(axis: str) -> Array:
 
 
 def _seed_axes(axis: str) -> tuple[str, ...]:
-    """Return the axes along which devices round with different seeds in a sum over `axis`.
+    """Return the mesh axes whose device index goes into the rounding seed of a sum over `axis`.
 
     In a sum over `node`, all devices of a node may hold the same array, the sum over their node.
     They must encode it alike so that their results stay equal, so seeds differ by node only.

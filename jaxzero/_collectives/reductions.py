@@ -150,7 +150,7 @@ def reduce_gradient(full: Shaped[Array, ...], spec: ReduceSpec, comm: CommSpec) 
 
 
 def _behind_barrier(fulls: Sequence[Shaped[Array, ...]]) -> list[Array]:
-    """Return the same gradients; those of few elements have passed a barrier as flat arrays.
+    """Return the same gradients, of which small ones have passed a barrier as flat arrays.
 
     Most of the small ones are sums over rows (gradients of scales and biases). XLA:GPU derives the
     layout of a message's inputs from that of the message, and for such a sum chooses rows as the
@@ -172,7 +172,7 @@ def _reduce_one(
     num_summed: int,
     comm: CommSpec,
 ) -> PartialSums:
-    """Reduce over one axis a bucket in which the gradients of `specs` are sent as one, `one`."""
+    """Exchange over `axis` a bucket whose gradients `specs` are sent as one gradient, `one`."""
     codec = one.codec(axis, comm)
     assert codec is not None
     shares = column_bytes([spec.message_column(axis, comm) for spec in specs])
@@ -181,7 +181,7 @@ def _reduce_one(
 
 
 def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
-    """Cut the shard of a bucket into the shards of its leaves, which have `shapes`."""
+    """Cut `x`, the shard of a bucket that was reduced as one gradient, into shards of `shapes`."""
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -194,9 +194,9 @@ def _cut(x: Sum, shapes: Sequence[tuple[int, ...]]) -> list[Sum]:
 def _split_by_codec(
     specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the indices of gradients that `axis` scatters: those with a codec, and the others.
+    """Return the indices of gradients that `axis` scatters: `coded` with, `summed` without codec.
 
-    The others are grouped by dtype, or alone if they are sent alone.
+    `summed` groups indices by message: a message for each dtype, or for a single gradient.
     """
     coded: list[int] = []
     summed: dict[str, list[int]] = {}
@@ -217,7 +217,7 @@ def _split_by_codec(
 def _messages_of(
     coded: Sequence[int], specs: Sequence[ReduceSpec], axis: str, comm: CommSpec
 ) -> list[list[int]]:
-    """Group the indices of gradients with a codec by message: one for all that can be joined."""
+    """Group the indices `coded` of gradients with a codec by the message that they are sent in."""
     if comm.form.tiled:
         return [[i] for i in coded]
     by_kernel = [i for i in coded if specs[i].exchange(axis, comm) is not None]
@@ -271,7 +271,7 @@ def _message(
     num_summed: int,
     comm: CommSpec,
 ) -> Array:
-    """Encode the gradients at indices `coded`, in this order, as one message over `axis`.
+    """Encode the gradients at indices `coded` as the one message that is sent over `axis`.
 
     If one kernel does the hop, they are only joined: the kernel encodes them.
 

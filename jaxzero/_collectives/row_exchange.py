@@ -46,7 +46,7 @@ Wait = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class RowExchange:
-    """The exchange of rows of one table.
+    """Reads rows of one sharded table, and adds their cotangents to a shard, by exchanging rows.
 
     Legend: each device asks for n rows, each of them the sum of the table's rows at k ids.
 
@@ -78,7 +78,7 @@ class RowExchange:
         return accumulator_dtype(self.dtype)
 
     def row_bytes(self, dtype: Any) -> int:
-        """Bytes of one row as `dtype`."""
+        """Return the number of bytes of one row of the table in `dtype`."""
         return math.prod(self.shape[1:]) * jnp.dtype(dtype).itemsize
 
     def entering_bytes(self, n: int, k: int, dtype: Any, *, back: bool) -> dict[str, int]:
@@ -126,17 +126,19 @@ class RowExchange:
         return codec if is_smaller else None
 
     def axes(self, back: bool) -> tuple[str, ...]:
-        """Return the axes that rows are sent over, major first.
+        """Return the axes of more than one device that rows are sent over, major first.
 
-        Rows are read over the axes that split the table; cotangents (`back`) are summed over all.
+        Rows are read over the axes that split the table. Cotangents (`back`) are summed over all
+        axes.
         """
         others = tuple(x for x in AXES if x not in self.comm.axes) if back else ()
         return self.comm.axes_with_peers((*self.comm.axes, *others))
 
     def int32(self, ids: Int[Array, "n k"]) -> Int32[Array, "n k"]:
-        """Return ids as int32 that keep their meaning, in bounds or out.
+        """Convert ids of any integer dtype to int32.
 
-        A negative id becomes -1, and an id past the last row becomes the number of rows.
+        Ids out of bounds stay so: a negative id becomes -1, and an id past the last row becomes the
+        number of rows.
         """
         num, largest = self.shape[0], jnp.iinfo(ids.dtype).max
         # The number of rows may not fit into the dtype of ids; then no id is too high.
@@ -264,11 +266,12 @@ class RowExchange:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows to be sent, `[*devices, n, *row]`, or the messages of a codec, `[*devices, n, bytes]`.
+    """Rows of a table on their way between devices, as floats or as messages of a codec.
 
-    `lead` is the number of leading dims of devices, one for each axis. Before the exchange over its
-    axis such a dim counts receivers, after it senders. In the methods, `dim` is one of these dims,
-    and `column` a dim of the table.
+    `data` is `[*devices, n, *row]`, or `[*devices, n, bytes]` with a codec. The first `lead` dims
+    belong to mesh axes, one to each. Such a dim counts the receivers before the exchange over its
+    axis, and the senders after it. In the methods, `dim` is the dim of `axis` among these, and
+    `column` is a dim of the table.
     """
 
     data: Any
@@ -280,7 +283,10 @@ class _Rows:
         return self if wait is None else dataclasses.replace(self, data=wait(self.data))
 
     def encoded(self, codec: Codec | None, dtype: Any) -> _Rows:
-        """Return these rows as messages of `codec`, decoded to `dtype` first if encoded already."""
+        """Return these rows encoded by `codec`; None returns decoded rows.
+
+        Rows that another codec has encoded are decoded to `dtype` first.
+        """
         if codec == self.codec:
             return self
         x = self.decoded(dtype).data
@@ -301,19 +307,26 @@ class _Rows:
         return _Rows(x.reshape(*x.shape[:-1], *self.row), self.lead)
 
     def gathered(self, axis: str, dim: int) -> _Rows:
-        """All-gather these rows, or messages, over `axis`."""
+        """All-gather these rows, encoded or not, over `axis`; dim `dim` then counts senders."""
         form = self.codec or self.data.dtype
         return dataclasses.replace(self, data=all_gather(self.data, axis, dim, forms=(form,)))
 
     def summed(self, axis: str, dim: int, codec: Codec | None) -> _Rows:
-        """Reduce-scatter over `axis`: return this device's rows, summed over devices."""
+        """Reduce-scatter over `axis`, with `codec` or without.
+
+        Each device gets the rows that are addressed to it along `dim`, summed over senders.
+        """
         if codec is None:
             return _Rows(reduce_scatter(self.data, axis, dim), self.lead)
         parts = self._exchanged(axis, dim, codec, accumulator_dtype(self.data.dtype))
         return _Rows(parts.data.sum(dim, keepdims=True).astype(self.data.dtype), self.lead)
 
     def joined(self, axis: str, dim: int, column: int, codec: Codec | None) -> _Rows:
-        """Trade this device's columns of all devices' rows for all columns of its own rows."""
+        """All-to-all over `axis`, from rows split by column to whole rows.
+
+        Before, the device has its columns of the rows of all devices; after, all columns of its own
+        rows.
+        """
         at = self.lead + column
         if codec is None:
             return _Rows(all_to_all(self.data, axis, dim, at), self.lead)
@@ -323,7 +336,11 @@ class _Rows:
         return _Rows(jnp.moveaxis(x, dim, at - 1).reshape(shape), self.lead)
 
     def split(self, axis: str, dim: int, column: int, codec: Codec | None) -> _Rows:
-        """Trade all columns of this device's rows for its columns of the rows of all devices."""
+        """All-to-all over `axis`, from whole rows to rows split by column; reverses `joined`.
+
+        Before, the device has all columns of its own rows; after, its columns of the rows of all
+        devices.
+        """
         at = self.lead + column
         if codec is None:
             return _Rows(all_to_all(self.data, axis, at, dim), self.lead)
@@ -340,7 +357,10 @@ class _Rows:
 
 
 def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[Int32[Array, ...]]:
-    """All-gather the ids `[n, k]` of several lookups, as `[*axes, n, k]`, in one message."""
+    """All-gather the ids of several lookups over `axes`, in one message.
+
+    Ids `[n, k]` of a lookup become `[*devices, n, k]`, with a dim for each axis.
+    """
     message = jnp.concatenate([x.reshape(-1) for x in ids])
     of_all = message.reshape(*[1] * len(axes), -1)
     for dim, axis in reversed([*enumerate(axes)]):
@@ -358,5 +378,5 @@ def _cast(x: Any, dtypes: Sequence[Any]) -> Any:
 
 
 def _like(mask: Shaped[Array, ...], rows: Shaped[Array, ...]) -> Shaped[Array, ...]:
-    """Reshape an array of one value for each row, so that it broadcasts over the row's elements."""
+    """Append dims of size 1 to `mask`, which has a value for each row, to broadcast with `rows`."""
     return mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))

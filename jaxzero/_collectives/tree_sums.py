@@ -47,7 +47,10 @@ def check_tree(mesh: AnyMesh) -> None:
 
 
 def add_in_tree(rows: Shaped[Array, "devices ..."]) -> Shaped[Array, ...]:
-    """Sum over the leading dim, in the order of the tree, in `accumulator_dtype`."""
+    """Sum `rows` over dim 0, which counts devices, in the order of the tree.
+
+    Sums are in `accumulator_dtype`.
+    """
     rows = rows.astype(accumulator_dtype(rows.dtype))
     for factor in _prime_factors(len(rows)):
         groups = rows.reshape(len(rows) // factor, factor, *rows.shape[1:])
@@ -59,9 +62,9 @@ def add_in_tree(rows: Shaped[Array, "devices ..."]) -> Shaped[Array, ...]:
 def scatter_in_tree(
     x: Shaped[Array, ...], axis: str, dim: int, num: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Sum over the `num` devices of `axis`; device i keeps part i along `dim`.
+    """Reduce-scatter `x` over the `num` devices of `axis`, adding in the order of the tree.
 
-    `shares` is for the ledger, as in `primitives`.
+    Device i keeps part i along `dim`. `shares` is for the ledger, as in `primitives`.
     """
     received = all_to_all(rows_of(x, dim, num), axis, shares=shares)
     shape = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
@@ -86,7 +89,7 @@ def reduce_in_tree(
 
 
 def sum_over_devices(x: Shaped[Array, ...], comm: CommSpec) -> Shaped[Array, ...]:
-    """Sum over all devices; in the order of the tree, if `comm` asks for it."""
+    """All-reduce `x` over all devices; in the order of the tree, if `comm.sums_in_tree`."""
     if not comm.sums_in_tree:
         return all_reduce(x, AXES)
     dtype = x.dtype

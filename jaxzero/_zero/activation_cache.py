@@ -124,7 +124,12 @@ class ActivationCache:
         return rest_part(run, active, frozen, arrays, [x[0] for x in activations])
 
     def _flat(self, args: Sequence[Any]) -> tuple[Callable[[Any, Any, Any], Any], list[Any]]:
-        """Return `f` as a function of `(active, frozen, arrays)`, and the arrays in `args`."""
+        """Split `args` into arrays and a static part.
+
+        Returns:
+            A function of `(active, frozen, arrays)` that calls `f`, with the static part filled in;
+            and the arrays in `args`.
+        """
         static, arrays = _split(args)
 
         def run(active: Any, frozen: Any, arrays: list[Any]) -> Any:
@@ -134,7 +139,10 @@ class ActivationCache:
 
 
 class _Static(NamedTuple):
-    """The arguments of `f` without their arrays; hashable, as a static argument of `jax.jit`."""
+    """The tree structure of `f`'s arguments, and the leaves that are not arrays.
+
+    It is hashable, so it can be a static argument of `jax.jit`.
+    """
 
     treedef: Any
     statics: tuple[Static | None, ...]
@@ -151,7 +159,11 @@ class _Kept(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """The cached activations of one batch, with the hash and statics that identify that batch."""
+    """The cached activations of one batch.
+
+    The hash of the batch's arrays (`digest`) and its leaves that are not arrays (`static`) tell
+    whether a later call has the same batch.
+    """
 
     digest: bytes
     static: _Static
@@ -181,9 +193,9 @@ def _on_devices(kept: _Kept) -> jax.Array:
 
 
 def _digest(arrays: Sequence[Any]) -> bytes:
-    """Return a hash of arrays.
+    """Return a hash of the contents, shapes and dtypes of arrays.
 
-    Only the shards on this process's devices are read of a sharded array.
+    Of a sharded array, only the shards on this process's devices are read.
     """
     digest = hashlib.blake2b(digest_size=16)
     for array in arrays:

@@ -49,13 +49,13 @@ BATCH = PartitionSpec(AXES)
 
 
 def node_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each node's micro-batches by its share; the largest share runs `microbatches`."""
+    """Return how many micro-batches each node runs: `microbatches * share / max(shares)`."""
     return tuple(microbatches * share // max(shares) for share in shares)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options given to `value_and_grad`, or (`has_gradients` False) to `apply`."""
+    """The options of one call of `value_and_grad`, or of `apply` if `has_gradients` is False."""
 
     argnums: tuple[int, ...]
     has_aux: bool = False
@@ -100,8 +100,8 @@ class Argument:
         statics: for each leaf, its value as a `Static` if it is not an array; None if it is one.
         layout: the layouts of a sharded tree; None if the argument holds no sharded arrays.
         specs: for each array, its `PartitionSpec` over `node` and `local`; unused with a layout.
-        module_trains: for each array, whether the `eqx.Module` or `nnx.Module` that holds it trains
-            it; None if it is in no module.
+        module_trains: for each array in an `eqx.Module` or `nnx.Module`, whether the module trains
+            the array; None for an array in no module.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of a call. Keyword arguments come last; `keywords` are their names."""
+    """The arguments of a call: positional ones, then keyword arguments, named by `keywords`."""
 
     arguments: tuple[Argument, ...]
     num_positional: int
@@ -149,7 +149,7 @@ class Call:
                 start += len(argument.layout.leaves)
 
     def split(self, arrays: Sequence[Sequence[Any]]) -> Iterator[tuple[Argument, Any, int]]:
-        """Yield `(argument, array, index in the argument)` for each array of the batch."""
+        """Yield `(argument, array, index)` for each array that devices split along its rows."""
         for argument, leaves in zip(self.arguments, arrays, strict=True):
             if argument.layout is None:
                 for i, (x, spec) in enumerate(zip(leaves, argument.specs, strict=True)):
@@ -157,7 +157,7 @@ class Call:
                         yield argument, x, i
 
     def rebuild(self, arrays: Sequence[Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
-        """Build the positional and the keyword arguments from the arrays of each argument."""
+        """Return `(args, kwargs)` of the call, built from a list of arrays for each argument."""
         pairs = zip(self.arguments, arrays, strict=True)
         values = [argument.rebuild(leaves) for argument, leaves in pairs]
         keywords = zip(self.keywords, values[self.num_positional :], strict=True)
@@ -243,7 +243,7 @@ def _fill_in_batches(
     given: list[Any],
     argnums: Sequence[int],
 ) -> None:
-    """Set `given[i]` to a tree of `PartitionSpec`s for each position `i` in `batches`."""
+    """Set `given[i]` to the `PartitionSpec`s of a batch, for each position `i` in `batches`."""
     for i in batches:
         if i in argnums or given[i] is not None:
             other = "`argnums`" if i in argnums else "`in_specs`"
@@ -254,7 +254,7 @@ def _fill_in_batches(
 def _layout_of(
     i: int, value: Any, spec: Any, argnums: Sequence[int], names: Sequence[str], registry: Registry
 ) -> TreeLayout | None:
-    """Return the layouts of argument `i`, if it holds sharded arrays; None if not."""
+    """Return the layouts of argument `i`; None if it has a `spec`, or no sharded arrays."""
     if spec is not None:
         return None
     is_strict = i in argnums or registry.find(value) is not None
@@ -280,7 +280,7 @@ def _check_specs(
 
 
 def _batch_specs(name: str, value: Any) -> Any:
-    """Return `PartitionSpec`s for a batch: rows are split, keys and scalars replicated."""
+    """Return a batch's `PartitionSpec`s, which split rows and replicate random keys and scalars."""
     if any(map(is_stored, flatten(value)[1])):
         raise ValueError(
             f"{name} is to be the batch, but holds parameters that `Zero` has laid out. Say with "
@@ -310,7 +310,7 @@ def _names(parameters: Sequence[str], num: int) -> list[str]:
 
 
 def _spec_for_each(in_specs: Any, num: int, argnums: Sequence[int]) -> list[Any]:
-    """Check `in_specs`; return it with `num` entries, where missing ones at the end are None."""
+    """Check `in_specs`; return a list with an entry for each of `num` arguments, or None for it."""
     if in_specs is None:
         return [None] * num
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, Sequence):
@@ -378,7 +378,7 @@ def check_rows(
 
 
 def check_meshes(call: Call, arrays: Sequence[Sequence[Any]], mesh: Mesh) -> None:
-    """Raise `ValueError` if an array to be split is on a mesh of explicit axes other than `mesh`.
+    """Raise `ValueError` if an array that is split has explicit axes of another mesh than `mesh`.
 
     The type of such an array names its mesh, so a program of `mesh` cannot take it. Nothing is
     checked in a program of one node, where types name a part of `mesh`.

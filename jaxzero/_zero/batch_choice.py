@@ -29,7 +29,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def is_split(path: str, leaf: Any, num_rows: int) -> bool:
-    """Return whether a leaf of a batch is split over devices, rather than replicated.
+    """Return whether devices split a leaf of the batch along dim 0; otherwise it is replicated.
 
     Single numbers and random keys are replicated. An array of `num_rows` typed keys, one for each
     row, is split.
@@ -60,10 +60,12 @@ def find_batch(
     """Return `[position]` of the only argument that can be the batch; `[]` if no argument can.
 
     An argument can be the batch if it has rows, and is not a tree that this `Zero` has laid out.
-    Some trees have the structure and shapes of a laid-out tree. Such a tree can be the batch if its
-    arrays are certainly not laid out, such as NumPy arrays. In a traced program this cannot be
-    seen. Then the tree is an error if it has as many rows as the only argument that can be the
-    batch. If the tree is a single array, it is chosen only if no other argument can be the batch.
+
+    A tree may look laid out: it has the structure and shapes of a laid-out tree. If its arrays are
+    certainly not laid out (NumPy arrays), it can be the batch. In a traced program this is not
+    known. Then the tree is an error if it has as many rows as the only candidate.
+
+    A single array that is or looks laid out is chosen only if no other argument can be the batch.
 
     Args:
         values: all arguments.
@@ -111,9 +113,10 @@ def find_batch(
 def _reading(value: Any, registry: Registry, states: Registry) -> bool | None:
     """Return whether an argument can be the batch; None if that cannot be known.
 
-    The result is False for a laid-out tree, and for a tree of the same structure and shapes whose
-    arrays have different numbers of rows. It is None for such a tree if it may or may not be laid
-    out.
+    - False: the argument is a tree that this `Zero` has laid out.
+    - True: no laid-out tree has the argument's structure and shapes.
+    - Otherwise the argument looks like a laid-out tree. The result is False if its arrays have
+      different numbers of rows; True if its arrays are certainly not laid out; else None.
     """
     if registry.holds_laid_out(value):
         return False
@@ -256,7 +259,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def _common_rows(value: Any) -> int | None:
-    """Return the number of rows that all arrays with rows have; None if their numbers differ."""
+    """Return the number of rows of an argument's arrays; None if arrays have different numbers."""
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(value) if _is_rows(leaf)}
     return sizes.pop() if len(sizes) == 1 else None
 

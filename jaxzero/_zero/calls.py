@@ -1,4 +1,4 @@
-"""One call of a transformed function: check its options and arguments, and build its results.
+"""Check the options and arguments of a call of a transformed function, and build its results.
 
 A wire state holds what hops keep from step to step (see `Zero.init_wire_state`). Users hold it as
 trees; a program takes it as a flat `DeviceWireState`.
@@ -126,7 +126,7 @@ def check_differentiable(argument: Argument, leaves: Sequence[Any], allow_int: b
 
 
 def _check_is_trained(argument: Argument, plain: Sequence[str]) -> None:
-    """Raise `ValueError` if a module trains none of its leaves; warn if it holds plain arrays.
+    """Raise `ValueError` if modules train no leaf of the argument; warn of arrays in `plain`.
 
     Args:
         argument: the differentiated argument.
@@ -262,15 +262,16 @@ def _as_trees(
     as_leaf: Callable[[LeafSpec, Any], Any],
     other: Callable[[LeafSpec], Any],
 ) -> list[Any]:
-    """Build one tree for each entry of `argnums`, from one value for each differentiated leaf.
+    """Build one tree for each entry of `argnums`, such as gradients, with the argument's structure.
+
+    An array that its `eqx.Module` or `nnx.Module` does not train becomes None, and so does a leaf
+    that is not an array.
 
     Args:
         transform: the transform of the call, which has the structures of the trees.
         values: one value for each differentiated leaf, in the order of arguments.
-        as_leaf: makes a leaf of the tree from a value.
-        other: makes the value of an array that is not differentiated. But an array that its
-            `eqx.Module` or `nnx.Module` does not train becomes None, and so does a leaf that is not
-            an array.
+        as_leaf: makes a leaf of the tree from the leaf's layout and value.
+        other: makes the value of any other array that is not differentiated, from its layout.
     """
     remaining = iter(values)  # in the order of arguments, not of `argnums`
     trees = {}
@@ -333,14 +334,17 @@ def wire_state_of(transform: Transform, wire_state: Any) -> DeviceWireState:
 
 
 def reads_kept_slices(transform: Transform) -> bool:
-    """Return whether a training step reads weight slices that the wire state keeps."""
+    """Return whether a training step reads weights from the slices that the wire state keeps."""
     layouts = [transform.call.arguments[number].layout for number in transform.options.argnums]
     leaves = [leaf for layout in layouts if layout is not None for leaf in layout.leaves]
     return bool(specs_of(leaves, transform.comm).slices)
 
 
 def warn_of_full_weights(config: ZeroConfig) -> None:
-    """Warn that `apply` reads full weights, which differ a little from a step's slices."""
+    """Warn that `apply` without a wire state reads the parameters themselves.
+
+    They differ a little from the slices of weights that a training step reads.
+    """
     assert config.hpz is not None
     how = "" if config.hpz.codec is None else f" as {config.hpz.codec}"
     warn(

@@ -36,7 +36,7 @@ from .._simigrad import CodecNoise, dot
 
 
 def _check(config: ZeroConfig) -> None:
-    """Raise `NotImplementedError` unless the formula of this module holds for the codecs."""
+    """Raise `NotImplementedError` unless the module's formula holds for the codecs of `config`."""
     gradients = config.gradients
     if isinstance(gradients.node, GradientHop):
         hop = type(gradients.node).__name__
@@ -111,10 +111,10 @@ def measure_codec_noise(
 def _measurement(
     leaves: Sequence[LeafSpec], mesh: AnyMesh, config: ZeroConfig, tables: frozenset[str]
 ) -> Callable:
-    """Make the program that measures the codecs on gradient shards `x`.
+    """Return a function from gradient shards `x` to three numbers.
 
-    It returns three numbers: `|x|^2`, and the squared errors of encoding `x` by the codecs on the
-    axes `local` and `node`.
+    The numbers are `|x|^2`, and the squared errors of encoding `x` by the codecs on the axes
+    `local` and `node`.
     """
     comm = CommSpec.of(mesh, config)
 
@@ -171,7 +171,7 @@ def _turned(rows: Array) -> Array:
 
 
 def _squared_error(rows: Array, *codecs: Codec | None) -> Float32[Array, ""]:
-    """Return the squared norm of the error of encoding `rows` by each codec in turn."""
+    """Return the squared norm of the error of `rows` after all codecs, one after the other."""
     if not any(codecs) or rows.size == 0:
         return jnp.zeros([], jnp.float32)
     # The mean of a few decoded messages lies near the codec's own steps, so encoding the same

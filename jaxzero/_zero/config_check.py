@@ -9,7 +9,7 @@ from .host_memory import check_platform
 
 
 def checked_config(mesh: AnyMesh, config: ZeroConfig | None) -> ZeroConfig:
-    """Check that a mesh and a config suit each other; return the config, `zero3()` if it is None.
+    """Return the config, or `zero3()` for None, after checking that it suits the mesh.
 
     Raises:
         ValueError: an argument has the wrong type, or the mesh does not suit the config.

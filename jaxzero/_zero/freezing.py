@@ -1,4 +1,4 @@
-"""`Freezing` holds parameters in two trees: the frozen first layers, and the active rest."""
+"""`Freezing` cuts parameters into two trees: the frozen first layers, and the active rest."""
 
 from __future__ import annotations
 
@@ -258,7 +258,10 @@ class Freezing:
         return cut.whole.stored(join_arrays(cut, *parts, self._zero._programs, axes))
 
     def _leaves(self, active: Any, frozen: Any) -> list[Any]:
-        """Return the full arrays of the whole tree in a program; a cut stack is a `SplitStack`."""
+        """Join full arrays of both trees, inside a program, to a list of the whole tree's leaves.
+
+        A stack that is cut into frozen and active layers becomes a `SplitStack` of both parts.
+        """
         values = (
             self._values("active", active, self._cut.active),
             self._values("frozen", frozen, self._cut.frozen),
@@ -274,7 +277,11 @@ class Freezing:
         return leaves
 
     def _check(self, name: str, given: TreeLayout, known: TreeLayout) -> None:
-        """Raise `ValueError` unless `given` and `known` have equal structure, shapes and codecs."""
+        """Raise `ValueError` unless the tree `name` has the expected layout.
+
+        Compared are the structure, the shapes and the codecs of `given` (the caller's tree) and
+        `known` (the tree of this freezing).
+        """
         if given.treedef == known.treedef and given.shapes == known.shapes:
             pairs = zip(given.leaves, known.leaves, strict=True)
             if all(x.codec == y.codec for x, y in pairs):
@@ -286,7 +293,11 @@ class Freezing:
         raise self._not_ours(name, leaf, shape)
 
     def _values(self, name: str, tree: Any, known: TreeLayout) -> list[Any]:
-        """Check that a tree in a program has the `known` shapes; return its full arrays."""
+        """Return the full arrays of a tree inside a program, after comparing shapes with `known`.
+
+        Raises:
+            ValueError: the tree has another structure or other shapes.
+        """
         try:
             values = known.flatten_like(tree)
         except ValueError as error:
@@ -308,7 +319,10 @@ class Freezing:
 
 
 def _with_two_trees(f: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of `f` with `active` and `frozen` in place of its first parameter."""
+    """Return the signature of `f` with `active` and `frozen` in place of its first parameter.
+
+    None if Python does not know the signature of `f`.
+    """
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):

@@ -68,7 +68,7 @@ def freeze_schedule(num_layers: int, alpha: float = 1 / 3) -> Callable[[int], in
 
 
 class Prefix(NamedTuple):
-    """The number of layers of a model, and which part of each array is frozen."""
+    """Which part of each array of a model is frozen, and the number of layers of the model."""
 
     num_layers: int  # of the whole model
     rows: tuple[Rows, ...]  # for each array: its first rows, 0 for nothing, None for all of it
@@ -132,7 +132,12 @@ def _names(argument: str, names: Names) -> tuple[str, ...]:
 
 
 def _numbers_in(name: str, leaves: Sequence[LeafSpec]) -> dict[str, int | None]:
-    """Map each path under `name` to the number in place of `*`; to None if there is no `*`."""
+    """Find the leaves at or below the path `name`, and the number of the layer of each.
+
+    Returns:
+        For the path of each leaf, the number that stands in it where `name` has `*`; None if `name`
+        has no `*`.
+    """
     if name.count("*") > 1:
         raise ValueError(f"`layers` may have one `*`, for the number of a layer; got {name!r}.")
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"(\.|$)")

@@ -93,7 +93,9 @@ def check_host_bytes(what: str, needed: int) -> None:
 
 
 def in_parts(leaves: Sequence[LeafSpec], mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Group leaves so that one program makes each group. Return the indices of each group's leaves.
+    """Group the leaves of a tree that is to be made on devices: one program makes one group.
+
+    Returns the indices of the leaves in each group.
 
     The first group is all leaves in device memory. Offloaded leaves are on the device while they
     are made, so their groups are small: at most 1 GiB on a device, or a single larger leaf.

@@ -232,10 +232,10 @@ class LocalRounds:
     def report(self) -> LocalReport:
         """Report the bytes that a device holds between rounds, and that enter a node in a round.
 
-        Call `init` or `abstract` before, which tell the shapes.
+        The shapes are those of the trees that were given to `init` or `abstract`.
 
         Raises:
-            ValueError: neither has been called.
+            ValueError: neither `init` nor `abstract` has been called.
         """
         layouts, method = self._known(), self.method
         exchange = layouts.exchange
@@ -263,9 +263,15 @@ class LocalRounds:
         return self._layouts
 
     def _lay_out(self, params: Any, layout: TreeLayout, state_layout: TreeLayout) -> Layouts:
-        """Lay out all arrays that the rounds of these trees keep; remember and return the layouts.
+        """Return the layouts of all arrays that rounds keep; later rounds use the same layouts.
 
-        The layouts on one node are also registered with the `Zero` of one node, which a step uses.
+        The user's step runs on one node, with a `Zero` of that node. The layouts of its trees are
+        registered there.
+
+        Args:
+            params: the parameters.
+            layout: the layout of the parameters over all nodes.
+            state_layout: the layout of the optimizer state over all nodes.
         """
         kinds = of_arrays(params, trained_leaves(params))
         for leaf, kind in zip(layout.leaves, kinds, strict=True):
@@ -298,11 +304,12 @@ class LocalRounds:
         return layouts
 
     def _checked(self, state: Any, any_nodes: bool = False) -> Layouts:
-        """Check that `state` is a `LocalState` of the known trees; return its layouts.
+        """Return the layouts of `state`, after checking it.
 
         Raises:
-            ValueError: `state` is not a `LocalState` of these trees; or, unless `any_nodes`, it has
-                another number of nodes.
+            ValueError: `state` is not a `LocalState` of the trees that were given to `init` or
+                `abstract`; or it has another number of nodes than the mesh, and `any_nodes` is
+                False.
         """
         layouts = self._known()
         if not isinstance(state, LocalState):
@@ -324,7 +331,10 @@ class LocalRounds:
         return layouts
 
     def _made(self, layouts: Layouts, make: Callable[..., Any], arrays: Any) -> LocalState:
-        """Run `make(arrays)`; each device makes only its own shards. Return the `LocalState`."""
+        """Return the `LocalState` whose arrays `make(arrays)` returns.
+
+        `make` runs in a compiled program in which each device makes only its own shards.
+        """
         mesh, nodes = auto_mesh(self._zero.mesh), self.num_nodes
         shardings = layouts.each(
             lambda kept: [x.sharding(mesh, kept.axes) for x in kept.global_leaves(nodes)]
@@ -339,7 +349,13 @@ class LocalRounds:
     def _on_node(
         self, layouts: Layouts, noted: dict[str, Any], arrays: Arrays, batches: Any
     ) -> Any:
-        """Run the round of one node; store the structure of the metrics in `noted["metrics"]`."""
+        """Run one round on the devices of one node, inside a program.
+
+        The tree structure of the metrics is stored in `noted["metrics"]`.
+
+        Returns:
+            The node's new arrays by field of `LocalState`, and a list of the arrays of the metrics.
+        """
         # Arrays of each node have a leading dim of nodes; here it has length 1.
         mine = layouts.each(lambda kept, xs: [x[0] for x in xs] if kept.is_per_node else xs, arrays)
         inner = Inner(mine["params"], mine["opt_state"])

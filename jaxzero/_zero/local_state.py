@@ -37,7 +37,7 @@ RESIDUAL_DTYPE = jnp.dtype(jnp.bfloat16)  # as that of `ErrorFeedback`
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The arrays of one field of `LocalState`, which local steps keep from round to round.
+    """How the arrays of one field of `LocalState` are laid out, and the tree that they form.
 
     Attributes:
         leaves: the layout of each array on the devices of one node.
@@ -52,9 +52,10 @@ class Kept:
     build: Callable[[Sequence[Any]], Any]
 
     def global_leaves(self, nodes: int, *, split: bool = True) -> tuple[LeafSpec, ...]:
-        """Return the layouts of the arrays of `nodes` nodes.
+        """Return the layouts of the global arrays that hold this field of `nodes` nodes.
 
-        Per-node arrays are stacked on a leading dim, which the axis `node` splits if `split`.
+        If every node has arrays of its own, they are stacked on a new dim 0. The axis `node` splits
+        that dim if `split` is set.
         """
         if not self.is_per_node:
             return self.leaves
@@ -67,18 +68,18 @@ class Kept:
 
     @property
     def overwritten(self) -> list[bool]:
-        """For each array, whether gradients overwrite it; see `overwritten_leaves`."""
+        """For each array, whether its gradient is its next value; see `overwritten_leaves`."""
         tree = self.build([leaf.stored for leaf in self.leaves])
         return of_arrays(tree, overwritten_leaves(tree))
 
     def device_bytes(self, mesh: AnyMesh) -> int:
-        """Return the bytes that these arrays take on one device, which may be a simulated one."""
+        """Return the bytes that one node's arrays take on each of its devices."""
         num_shards = math.prod(mesh.shape[axis] for axis in self.axes)
         pairs = [(leaf.stored, num_shards if leaf.layout else 1) for leaf in self.leaves]
         return sum(x.size * x.dtype.itemsize // pieces for x, pieces in pairs)
 
     def spec(self) -> PartitionSpec:
-        """Return the `PartitionSpec` of each array over the axis `node`."""
+        """Return the one `PartitionSpec` over the axis `node` that all arrays of the field have."""
         return PartitionSpec(NODE) if self.is_per_node else PartitionSpec()
 
 
@@ -100,7 +101,7 @@ def stacked(leaf: LeafSpec, nodes: int, split: bool) -> LeafSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts of all arrays that local steps keep, and the exchange between nodes.
+    """The layouts of all arrays that local steps keep, and how nodes exchange parameters.
 
     Attributes:
         kept: for each field of `LocalState`, the layouts of its arrays.
@@ -174,7 +175,10 @@ class Layouts:
         return cls(kept, inner, state, numbers, exchange)
 
     def each(self, function: Callable[..., Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-        """Call `function(kept[field], values[0][field], ...)` for each field; return a dict."""
+        """Map `function` over the fields of `LocalState`; return its results by field.
+
+        For each field it is called as `function(kept[field], values[0][field], ...)`.
+        """
         return {
             name: function(kept, *(value[name] for value in values))
             for name, kept in self.kept.items()
@@ -182,7 +186,7 @@ class Layouts:
 
     @property
     def outer_layout(self) -> TreeLayout:
-        """The layout of the tree of outer parameters, which the outer optimizer updates."""
+        """The layout of the tree of outer parameters, as the outer optimizer gets it."""
         leaves, kept = self.exchange.leaves, self.kept["outer_params"]
         _, found, treedef = flatten(kept.build([leaf.stored for leaf in leaves]))
         return TreeLayout(treedef, kept.leaves, statics_of(found))
@@ -255,7 +259,12 @@ def _exchange(
 
 
 def _outer_leaves(outer: OuterLayout, anchors: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
-    """Return the layouts of the outer optimizer's state, from those of the outer parameters."""
+    """Return the layouts of the outer optimizer's state.
+
+    Args:
+        outer: which outer parameter each array of the state belongs to.
+        anchors: the layouts of the outer parameters.
+    """
     structs = jax.eval_shape(
         outer.init, [jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in anchors]
     )
@@ -296,7 +305,13 @@ Arrays = dict[str, list[Array]]  # the arrays of a `LocalState`, by field
 
 
 def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) -> Arrays:
-    """Make one node's arrays before the first round, from its parameters and optimizer state."""
+    """Return the arrays of one node before the first round, by field of `LocalState`.
+
+    Args:
+        layouts: the layouts of the arrays.
+        params: the node's parameters.
+        opt_state: the arrays of the node's optimizer state.
+    """
     numbers = layouts.exchanged
     leaves = layouts.kept["outer_params"].leaves
     outer = [params[i].astype(leaf.dtype) for i, leaf in zip(numbers, leaves, strict=True)]
@@ -308,7 +323,10 @@ def first_arrays(layouts: Layouts, params: list[Array], opt_state: list[Array]) 
 
 
 def for_nodes(arrays: Arrays, layouts: Layouts, nodes: int) -> Arrays:
-    """Copy the arrays that differ between nodes `nodes` times, along a new dim 0."""
+    """Give each of `nodes` nodes a copy of one node's arrays, along a new dim 0.
+
+    Arrays of fields that are equal on all nodes are returned unchanged.
+    """
 
     def copied(kept: Kept, xs: list[Array]) -> list[Array]:
         return [jnp.broadcast_to(x, (nodes, *x.shape)) for x in xs] if kept.is_per_node else xs
@@ -335,7 +353,7 @@ def mean_over_nodes(
 
 
 def gathered_mean(arrays: list[Array], kept: Kept, mesh: Mesh | SimulatedMesh) -> list[Array]:
-    """All-gather per-node arrays over `node`; return `mean_over_nodes` of each, on every node."""
+    """All-gather the arrays of all nodes; return the mean of each over nodes, on every node."""
     nodes = mesh.shape[NODE]
     specs = [leaf.spec(kept.axes) for leaf in kept.global_leaves(nodes)]
 

@@ -27,7 +27,7 @@ _REMEDY = "Return `(params, opt_state, metrics)`, with the trees that the step w
 
 
 def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpec]:
-    """Return how each leaf of `batches` is split: rows over all devices; leaves without rows not.
+    """Return a `PartitionSpec` for each leaf of `batches`. Leaves without rows are replicated.
 
     Args:
         batches: a tree of arrays `[every, ...]`.
@@ -71,12 +71,12 @@ def batch_specs(batches: Any, every: int, num_devices: int) -> list[PartitionSpe
 
 
 def node_specs(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """Reduce the specs from `batch_specs` to the mesh axis `node`."""
+    """Return the specs from `batch_specs` with the mesh axis `node` only: how nodes split rows."""
     return [PartitionSpec(None, NODE) if spec == _STACKED else PartitionSpec() for spec in specs]
 
 
 def local_method(method: Any, options: Mapping[str, Any]) -> LocalSteps:
-    """Return `method` with the fields in `options` replaced; for None, `LocalSteps(**options)`.
+    """Return `method` with the fields in `options` replaced. None means `LocalSteps(**options)`.
 
     Raises:
         ValueError: `method` is no `LocalSteps`, `options` has an unknown field, or both `method`
@@ -236,7 +236,7 @@ class LocalStep:
     def _arrays(
         self, name: str, layout: TreeLayout, tree: Any, old: list[Array], axes: tuple[str, ...]
     ) -> list[Array]:
-        """Check a tree that the step returned; return its arrays, laid out like those of its input.
+        """Check a tree that the step returned; return its arrays in the layout of the step's input.
 
         Args:
             name: the name of the tree, for messages.

@@ -40,7 +40,10 @@ def may_be_split_stack(leaf: LeafSpec) -> bool:
 
 
 def may_be_split_matrix(leaf: LeafSpec) -> bool:
-    """Return whether a parameter is stored split, and may be a matrix or a stack of matrices."""
+    """Return whether a parameter may be a matrix, or a stack, that is worth splitting by layer.
+
+    It has two or more dims and is stored split. With pipeline stages, it is a stack.
+    """
     if leaf.stages is not None:
         return may_be_split_stack(leaf)
     return len(leaf.shape) >= 2 and _is_split(leaf)
@@ -90,9 +93,10 @@ def forms_of_stack(leaf: LeafSpec, num: int, num_shards: int) -> Forms:
 
 
 class Layouts:
-    """The arrays of a program's values, each in its stored layout, split by layer, or in both.
+    """The arrays of a program's values: each value as stored, split by layer, or in both layouts.
 
-    A value is converted to the other layout when it is first needed there.
+    A value that an operation needs in a layout that it does not have is converted, and then kept
+    in both.
 
     Args:
         forms: the two layouts of a value; the compiler chooses the layouts of all other values.
@@ -114,7 +118,12 @@ class Layouts:
         self.arrays[x] = {by_layer: array}
 
     def get(self, x: Atom, by_layer: bool | None) -> Any:
-        """Return `x` split by layer (True), as stored (False), or in either layout (None)."""
+        """Return the array of `x`, converted if needed.
+
+        Args:
+            x: a value of the program.
+            by_layer: whether the array is split by layer or as stored; None accepts either.
+        """
         if isinstance(x, Constant):
             return x.value
         by_form = self.arrays[x]

@@ -107,15 +107,15 @@ class MatrixUpdate:
 
     @property
     def moves(self) -> bool:
-        """Whether any array is split by layer."""
+        """Whether the update splits any array by layer, and so sends all-to-alls."""
         return self._program.moves
 
     @property
     def state_by_layer(self) -> list[int | None]:
-        """For each array of the optimizer state, the parameter whose layers split it, or None.
+        """For each array of the optimizer state, the stack whose layers it is split by, or None.
 
-        An index names a stack of matrices whose products read the array and make its new value. The
-        array is then split by the layers of that stack.
+        A stack is given by the index of its parameter. An array is split by the layers of a stack
+        if the products of the stack's matrices read the array and make its new value.
         """
         new = self._program.block.outputs[self._num_updates :]
         return list(map(self._program.replaced_by_products, self._state, new))
@@ -123,7 +123,10 @@ class MatrixUpdate:
     def _update(
         self, tx: optax.GradientTransformationExtraArgs, flat: Sequence[Any], *arrays: Any
     ) -> list[Any]:
-        """Run `tx.update` on the trees `flat`, filled with `arrays`; return its arrays."""
+        """Run `tx.update`; return the arrays of its results, whose structure `self` keeps.
+
+        `flat` has `(paths, leaves, treedef)` of its four trees; `arrays` replace those in `leaves`.
+        """
         remaining = iter(arrays)
         grads, state, params, extras = (
             jax.tree.unflatten(treedef, [next(remaining) if is_array(x) else x for x in leaves])
@@ -167,11 +170,11 @@ class MatrixUpdate:
 
 
 def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
-    """Find the parameter whose path ends the path of an array of the state.
+    """Find the parameter that an array of the optimizer state belongs to, by the array's path.
 
     Returns:
-        The index of the parameter, and the rest of the path as the array's role; None if there is
-        no such parameter.
+        The index of the parameter whose path ends `path`, and the rest of `path` as the array's
+        role; None if there is no such parameter.
     """
     for i, name in enumerate(path_endings(path)):
         if name in by_path:
@@ -180,7 +183,7 @@ def _role(path: tuple[Any, ...], by_path: Mapping[str, int]) -> LeafOf | None:
 
 
 class _Run(NamedTuple):
-    """The layouts and the mesh of one run of an update.
+    """The layouts and the mesh for which an update is run.
 
     Attributes:
         layouts: for each parameter, maps the shapes of the parameter and of its state arrays to
@@ -204,8 +207,8 @@ class _Program:
 
     Attributes:
         block: the traced program.
-        roles: has an entry for each input whose parameter may be split by layer: that parameter,
-            with the input's role and layout.
+        roles: maps each input whose parameter may be split by layer to the index of that parameter,
+            with the input's role (gradient, parameter, or which state) and the parameter's layout.
         params: the layouts of the parameters.
     """
 
@@ -226,7 +229,7 @@ class _Program:
         }
 
     def _has_layers(self, leaf: int) -> bool:
-        """Return whether a leaf is read by matrix products, and always as a stack of its layers."""
+        """Return whether parameter `leaf` is a stack that matrix products read layer by layer."""
         if not may_be_split_stack(self.params[leaf]):
             return False
         products = [x for x in self._values.products_of(leaf) if multiplies_matrices(x)]
@@ -237,7 +240,10 @@ class _Program:
         )
 
     def _is_stack(self, x: Value) -> bool:
-        """Return whether dim 0 of a value, which comes from a stack, is the stack's layers."""
+        """Return whether dim 0 of a value counts the layers of the stack that it is computed from.
+
+        The value is computed from exactly one leaf, which is the stack.
+        """
         layers = self.params[self._values.leaf[x]].shape[0]
         return len(x.shape) > 1 and x.shape[0] == layers
 
@@ -256,12 +262,12 @@ class _Program:
 
     @property
     def moves(self) -> bool:
-        """Whether any array is split by layer."""
+        """Whether the program splits any array by layer."""
         return bool(self._stacked[1] or self._branches)
 
     @functools.cached_property
     def _stacked(self) -> tuple[Block, list[MatrixStack]]:
-        """The program, rewritten to multiply alike leaves as stacks; and all its stacks."""
+        """The program, rewritten to multiply leaves of equal shape as one stack; and its stacks."""
         leaves = {
             role.leaf: None
             for role in self.roles.values()
@@ -273,7 +279,10 @@ class _Program:
 
     @functools.cached_property
     def _branches(self) -> dict[Operation, list[_Program]]:
-        """The branches of each `cond` over several leaves, if a branch splits arrays by layer."""
+        """The branches of each `cond` that must be rewritten, because a branch splits by layer.
+
+        A `cond` over the values of a single leaf is left out.
+        """
         of_conds = {}
         for operation in self.block.operations:
             if operation.name != "cond" or operation.has_effects:
@@ -379,9 +388,9 @@ class _Program:
 
 
 def _places(stacks: Sequence[MatrixStack]) -> dict[Operation, tuple[bool | None, bool]]:
-    """Return for each operation on stacks whether its inputs, and its outputs, are split by layer.
+    """Return `(inputs, outputs)` for each operation on stacks: whether they are split by layer.
 
-    None in place of the first means that the operation reads arrays of any layout.
+    None for the inputs means that the operation reads arrays of either layout.
     """
     places: dict[Operation, tuple[bool | None, bool]] = {}
     for stack in stacks:

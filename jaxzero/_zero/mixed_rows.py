@@ -72,7 +72,7 @@ def warn_of_mixed_rows(
     outputs: Outputs,
     comm: CommSpec,
 ) -> None:
-    """Warn of each line that mixes rows of the batch: outputs are not linear in a sum over rows.
+    """Warn of each line of the user's function that makes outputs nonlinear in a sum over rows.
 
     A function with such a line (a batch norm, a contrastive loss) gives other results on several
     devices than on one device with all rows.
@@ -149,12 +149,12 @@ def messages(
 
 
 def _is_split_twice(spec: Any) -> bool:
-    """Return whether devices split two dims of one array, so that no single dim is the rows."""
+    """Return whether a `PartitionSpec` splits two dims, so that no single dim is the rows."""
     return sum(any(x in AXES for x in axes_of(type(spec)(entry))) for entry in spec) > 1
 
 
 def _of_weight(mixings: frozenset[Mixing]) -> frozenset[Mixing]:
-    """Remove mixings by `jnp.maximum(weight, 1)`, which only guards against division by 0."""
+    """Return `mixings` without those by `jnp.maximum(weight, 1)`, a guard against dividing by 0."""
     return frozenset(x for x in mixings if (x.kind, x.at.name) != ("function", "max"))
 
 
@@ -181,12 +181,15 @@ def _by_line(mixings: Sequence[Mixing]) -> Iterator[tuple[Mixing, tuple[str, int
 
 
 def _rank(mixing: Mixing) -> tuple[Any, ...]:
-    """Return a sort key: by kind, the most telling first; then means before sums; then by line."""
+    """Return the sort key of a mixing: its place in `_ORDER`; means before sums; then its line."""
     return _ORDER.index(mixing.kind), not mixing.is_mean, mixing.source.frames, mixing.at.name
 
 
 def _place(mixing: Mixing) -> tuple[tuple[str, int], str | None]:
-    """Return the user's file and line; and the line of the library that it calls, or None."""
+    """Return where rows are mixed: the user's file and line, and the line of a library or None.
+
+    The line of a library is given if the user's line calls one.
+    """
     frames = mixing.source.frames
     outside = [x for x in frames if "/jax/" not in x[0] and not x[0].startswith("<frozen")]
     own = next((x for x in frames if is_of_user(x[0])), None)
@@ -198,7 +201,14 @@ def _place(mixing: Mixing) -> tuple[tuple[str, int], str | None]:
 
 
 def _described(mixing: Mixing, rows: int, line: str, inside: str | None) -> str:
-    """Describe what is mixed, and where, such as `Mean over 64 rows of float32[64], ppo.py:41.`"""
+    """Say what is mixed and where, such as `Mean over 64 rows of float32[64], ppo.py:41.`
+
+    Args:
+        mixing: how rows are mixed.
+        rows: the number of rows of one device.
+        line: the user's file and line.
+        inside: the line of the library that the user's line calls, or None.
+    """
     source: Operation = mixing.source
     at = f"{line} (in {inside})" if inside else line
     values = [x for x in source.inputs if isinstance(x, Value) and x.shape]
@@ -227,7 +237,14 @@ def _capital(name: str) -> str:
 
 
 def _meaning(mixing: Mixing, rows: int, who: str, where: str) -> str:
-    """Describe what each device computes, and what one device with all rows would compute."""
+    """Say in a sentence how one device's result differs from that of one device with all rows.
+
+    Args:
+        mixing: how rows are mixed.
+        rows: the number of rows of one device.
+        who: the subject of the sentence, such as "Each device".
+        where: the output that depends on the mixed rows, such as "the loss".
+    """
     one = "one device would use all rows"
     match mixing.kind:
         case "pairs":

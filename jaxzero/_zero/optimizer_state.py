@@ -71,9 +71,9 @@ def check_is_optimizer(tx: Any) -> None:
 
 
 def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
-    """Replace leaves that no optimizer updates by None; return the tree and its layout.
+    """Replace leaves that an optimizer must not update by None; return the tree and its layout.
 
-    No optimizer updates a leaf that its module does not train, or that gradients overwrite.
+    These are leaves that their module does not train, and leaves whose gradient is the next value.
     """
     kept = trained_tree(tree)
     pairs = zip(layout.leaves, of_arrays(tree, _trained(tree)), strict=True)
@@ -83,7 +83,7 @@ def trained_part(tree: Any, layout: TreeLayout) -> tuple[Any, TreeLayout]:
 
 
 def trained_tree(tree: Any) -> Any:
-    """Replace the leaves that no optimizer updates by None; see `trained_part`."""
+    """Replace the leaves that an optimizer must not update by None; see `trained_part`."""
     _, leaves, treedef = flatten(tree)
     # An empty `StoredArray` stays, as it does in gradients.
     pairs = zip(leaves, _trained(tree), strict=True)
@@ -159,7 +159,7 @@ def _by_layer(
     state: Any,
     leaves: list[LeafSpec],
 ) -> list[LeafSpec]:
-    """Split by layer those arrays of the state that matrix products replace; return all layouts."""
+    """Return `leaves`, with the arrays that matrix products read and replace split by layer."""
     whole = params.whole(unpadded)
     try:
         owners = MatrixUpdate(tx, (whole, state, whole, {}), params).state_by_layer
@@ -202,10 +202,9 @@ def _check_shapes(state: Any) -> None:
 def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
-    """Return the layout of the parameter that an array of the state belongs to, or None.
+    """Return the parameter that a leaf of the state belongs to, or None.
 
-    The parameter has the shape of the array's layout `leaf`, and its path ends the array's `path`.
-    `parameters` maps paths to layouts.
+    The parameter has the leaf's shape, and the parameter's path ends `path`, the leaf's path.
     """
     candidates = (parameters.get(name) for name in path_endings(path))
     return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)
@@ -214,7 +213,10 @@ def _parameter_of(
 def _in_memory(
     leaf: LeafSpec, parameter: LeafSpec | None, mesh: AnyMesh, config: ZeroConfig
 ) -> LeafSpec:
-    """Return the layout of a leaf of the state, with the memory that `config.offload` gives it."""
+    """Return the layout of a leaf of the state, in the memory that `config.offload` gives it.
+
+    `parameter` is the parameter that the leaf belongs to, or None.
+    """
     offload = config.offload
     num_shards = config.num_shards(mesh)
     is_in_host = (

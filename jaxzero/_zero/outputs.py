@@ -1,4 +1,4 @@
-"""Combine the outputs of a function over devices and micro-batches; likewise some gradients.
+"""Combine a function's outputs, and some gradients, over devices and micro-batches.
 
 Outputs are reduced by mean, sum, max, first, stack or concat. In place of a gradient, a
 `custom_vjp` may return the next value of a scale, of a history of maxima or of a counter. A mean
@@ -94,9 +94,8 @@ class Outputs:
     def _may_be_rows(self, asked: str | None, leaf: Array) -> bool:
         """Return whether a leaf may have a value for each row of the batch.
 
-        It may if the size of a dim is a multiple of the number of rows (a dim of rows, alone or
-        merged with others). The answer is False if a reduction `asked` is given for the leaf: then
-        it is known how devices combine it.
+        It may if the size of a dim is a multiple of the number of rows: the dim counts rows, or
+        rows merged with another dim. The answer is False if the user gives a reduction, `asked`.
         """
         if asked is not None or not self.rows:
             return False
@@ -203,7 +202,10 @@ class Outputs:
         return [x for x, how in pairs if how not in ("stack", "concat")], rows
 
     def join(self, replicated: Sequence[Array], rows: Sequence[Array]) -> Any:
-        """Rebuild the tree that the function returned, from the two lists of `part`, now global."""
+        """Rebuild the tree that the function returned, from its reduced arrays.
+
+        The two arguments are the two lists that `part` returned on devices, as global arrays.
+        """
         remaining = {False: iter(replicated), True: iter(rows)}
         leaves = [next(remaining[how in ("stack", "concat")]) for how in self.how]
         return rebuild(self.treedef, self.statics, leaves)
@@ -220,7 +222,7 @@ def _is_value(x: Any) -> bool:
 
 
 def _proposal(leaf: Array) -> str:
-    """Return the most likely reduction of an output that has no mean, for the error message."""
+    """Return the reduction to suggest in an error message for an output that has no mean."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     if is_key or (leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))):
         return "'first' for a random key, which is the same on every device"
@@ -234,7 +236,12 @@ def _proposal(leaf: Array) -> str:
 def flat_reductions(
     argument: str, reduce: Any, known: Sequence[str] = REDUCTIONS
 ) -> tuple[tuple[str, ...], Any] | None:
-    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable.
+    """Flatten a tree of reduction names into `(names, treedef)`, which is hashable; None for None.
+
+    Args:
+        argument: the name of the user's argument, for the error message.
+        reduce: the tree.
+        known: the names that are allowed.
 
     Raises:
         ValueError: a name is not in `known`.
@@ -252,9 +259,9 @@ def flat_reductions(
 
 
 def combined_leaves(call: Call, options: Options) -> dict[int, str]:
-    """Find the leaves whose gradients are combined like outputs, by "sum", "max" or "first".
+    """Find the leaves whose gradients are reduced by "sum", "max" or "first" instead of the mean.
 
-    Without `gradient_reduce`, these are the leaves that their gradients overwrite, by "max".
+    Without `gradient_reduce`, these are the leaves whose gradient is their next value, by "max".
 
     Returns:
         The reduction, by the leaf's index among the leaves of all sharded arguments.
@@ -314,11 +321,11 @@ def combined_gradients(
     leaves: Sequence[LeafSpec],
     comm: CommSpec,
 ) -> list[Array]:
-    """Combine the gradients of some leaves as outputs are combined, and pad them to stored shapes.
+    """Reduce the gradients of some leaves like outputs, and pad them to their stored shapes.
 
-    Each gradient is `[microbatches, ...]`; `combined` maps the index of its leaf to the reduction,
-    in the same order. Gradients with equal reduction and dtype are sent as one
-    array, because an fp8 layer has six small ones.
+    Each gradient is `[microbatches, ...]`. `combined` maps the index of the gradient's leaf to the
+    reduction, in the same order. Gradients with equal reduction and dtype are sent as one array,
+    because an fp8 layer has six small ones.
     """
     by_leaf, groups = {}, {}
     for (i, how), gradient in zip(combined.items(), gradients, strict=True):
@@ -337,7 +344,10 @@ def combined_gradients(
 
 
 def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpec, str]]:
-    """Yield the index, layout and reduction of each trained leaf of differentiated arguments."""
+    """Yield `(index, layout, reduction)` of each leaf that gets a gradient.
+
+    The index counts the leaves of all sharded arguments.
+    """
     reductions = _reductions(call, options)
     for number, start, argument, layout in call.sharded():
         if number not in options.argnums:
@@ -355,7 +365,10 @@ def _differentiated(call: Call, options: Options) -> Iterator[tuple[int, LeafSpe
 
 
 def _reductions(call: Call, options: Options) -> dict[int, list[str]]:
-    """Return the reductions of each differentiated argument's gradients, by position."""
+    """Return the reduction of each leaf's gradient, in a list for each differentiated argument.
+
+    The keys are the positions of the arguments.
+    """
     arguments = {number: call.arguments[number] for number in options.argnums}
     trees = tuple(  # with a number for each leaf
         jax.tree.unflatten(x.treedef, range(len(x.statics))) for x in arguments.values()

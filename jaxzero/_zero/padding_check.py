@@ -96,10 +96,10 @@ def _is_same(
 
 
 def _num_before_overflow(updates: np.ndarray) -> int:
-    """Return how many updates come before the first one whose squares may overflow in a norm.
+    """Return how many updates come before the first one that is so large that squares may overflow.
 
-    Without a learning rate, an optimizer that scales gradients by the norm of parameters lets
-    parameters grow that far. Then rounding decides between a number, infinity and NaN.
+    An optimizer that scales gradients by the norm of parameters, without a learning rate, lets
+    parameters grow that far. A norm of them is then a number, infinity or NaN by rounding alone.
     """
     if not jnp.issubdtype(updates.dtype, jnp.inexact):
         return len(updates)
@@ -115,7 +115,10 @@ def _kind(leaf: LeafSpec) -> Any:
 
 
 def one_of_each_kind(layout: TreeLayout) -> list[bool]:
-    """Mark the first leaf of each kind. Trying all leaves would be slow to compile."""
+    """Return for each leaf whether it is the first of its kind (see `_kind`).
+
+    Only these leaves are tried, because all leaves together would be slow to compile.
+    """
     kinds = list(map(_kind, layout.leaves))
     return [kinds.index(kind) == i for i, kind in enumerate(kinds)]
 
@@ -176,7 +179,7 @@ def _updates(
 
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
-    """Open a context for trials, in which the caller's JAX modes and trace have no effect."""
+    """Run trials of an optimizer with default JAX settings, and outside of the caller's trace."""
     # optax relies on JAX's default promotion of dtypes, which a user may have made strict.
     with (
         jax.numpy_dtype_promotion("standard"),
@@ -188,9 +191,10 @@ def own_modes() -> Iterator[None]:
 
 
 def _sample(random: np.random.Generator, leaf: LeafSpec, lead: tuple[int, ...]) -> np.ndarray:
-    """Return random parameters `[2, 2, ...]`; with `lead`, gradients `[*lead, 2, 2, ...]`.
+    """Return random parameters `[2, 2, ...]` for a leaf, or gradients `[*lead, 2, 2, ...]`.
 
-    The second half of the gradients is large.
+    With an empty `lead` it returns parameters; otherwise `lead` is `(number of updates,)`. The
+    gradients of the second half of the updates are large.
     """
     dtype = _dtype_of(leaf)
     shape = (*lead, *(2,) * len(leaf.shape))
@@ -220,7 +224,16 @@ def _run(
     params: Any,
     grads: Any,
 ) -> list[np.ndarray]:
-    """Take `num_updates` steps with `tx`; return the update of each step, stacked along dim 0."""
+    """Take `num_updates` steps with `tx`; return each leaf's updates, stacked along dim 0.
+
+    Args:
+        programs: the cache of compiled programs.
+        tx: the optimizer.
+        with_extras: whether `tx` also gets the extra arguments that it accepts.
+        num_updates: the number of steps.
+        params: the parameters before the first step.
+        grads: the gradients of all steps, each `[num_updates, ...]`.
+    """
     tx = optax.with_extra_args_support(tx)
 
     # One program and many calls: a loop in the program takes XLA longer to compile.
@@ -249,7 +262,10 @@ def _run(
 
 
 def typed_like(old: Any, new: Any) -> Any:
-    """Cast `new` to the dtypes of `old`, so that all updates run in one compiled program."""
+    """Cast the arrays of `new` to the dtypes of `old`.
+
+    With a state of unchanged types, all updates run in one compiled program.
+    """
     return jax.tree.map(lambda x, y: jnp.asarray(y, jnp.asarray(x).dtype), old, new)
 
 
@@ -260,7 +276,10 @@ def _squared_norm(params: Any, grad_fn: Any = None, obj_fn: Any = None) -> Any:
 
 
 def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[str, Any]:
-    """Return those extra arguments (for line searches, Polyak, SAM) that `tx.update` accepts."""
+    """Return values for the extra arguments that `tx.update` accepts, by name.
+
+    Line searches, Polyak steps and SAM take such arguments: a loss, a gradient, a function.
+    """
     arguments = {
         "value": jnp.float32(1),
         "grad": grads,
@@ -274,7 +293,7 @@ def _extras(tx: optax.GradientTransformation, params: Any, grads: Any) -> dict[s
 
 
 def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
-    """Pad `x` by one element in each padded dim of its leaf."""
+    """Pad `x` by one element along each dim that is padded in the leaf's layout."""
     if not leaf.padded_dims or math.prod(x.shape) == 0:
         return x
     dims = [x.ndim - len(leaf.shape) + each.dim for each in leaf.padded_dims]
@@ -282,7 +301,7 @@ def _widened(x: np.ndarray, leaf: LeafSpec) -> np.ndarray:
 
 
 def _stored_wide(x: np.ndarray, leaf: LeafSpec) -> Any:
-    """Pad `x` by `_widened`, and return it as a `StoredArray` if its leaf is padded."""
+    """Return `x`; if its leaf is padded, as a `StoredArray` that is padded by `_widened`."""
     wide = _widened(x, leaf)
     if wide is x:
         return x

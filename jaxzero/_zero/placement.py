@@ -186,7 +186,7 @@ def place(
 
 
 def _without_explicit_axes(x: Any) -> Any:
-    """View `x` with automatic axes, so that it can be sliced as if it were on one device."""
+    """View `x` on a mesh with axes of type `Auto`, so that it can be sliced by any index."""
     sharding = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
         assert isinstance(sharding.mesh, Mesh)
@@ -232,7 +232,10 @@ def _place_map(
 def _targets(
     leaf: LeafSpec, sharding: NamedSharding
 ) -> Iterator[tuple[tuple[slice, ...], list[SingleDeviceSharding]]]:
-    """Yield each different slice that this process needs, and the device memories to put it in."""
+    """Yield `(slice, targets)` for each different slice that this process's devices hold.
+
+    `targets` are the memories of the devices that hold the slice.
+    """
     targets: dict[tuple[tuple[int | None, int | None], ...], list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.stored_shape).items():
         assert index is not None
@@ -245,7 +248,10 @@ def _targets(
 def _padded_slice(
     leaf: LeafSpec, get: Callable[[tuple[slice, ...]], Any], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Return the slice `index` of the padded array. `get` returns slices of the true array."""
+    """Return the slice `index` of a leaf's padded array, with zeros outside of the true shape.
+
+    `get` returns slices of the array of true shape.
+    """
     bounds = [s.indices(n) for s, n in zip(index, leaf.stored_shape, strict=True)]
     inside = tuple(
         slice(min(start, n), min(stop, n))

@@ -167,10 +167,9 @@ def run_with_tangents(
         function: a function of trees of arrays.
         args: the arguments of `function`.
         rule_of: maps the traced program to `(closed_over, rule)`. `closed_over` are the arrays that
-            the function to differentiate closes over. `rule(primals, tangents, results)` returns
-            the tangents of `results`. Here `primals` is `(closed_over, args)`, and `tangents` has a
-            tangent or a `SymbolicZero` for each of these arrays. JAX keeps the rule, so the rule
-            should hold no arrays.
+            the function to differentiate closes over. `rule` computes the tangents of the results;
+            it gets `SymbolicZero`s for tangents that are known to be zero. JAX keeps the rule, so
+            the rule should hold no arrays.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -184,7 +183,18 @@ def run_with_tangents(
 def _differentiated_by(
     tangents_of: Rule, program: OpenProgram, closed_over: list[Any], tokens: list[Any], args: Any
 ) -> tuple[list[Any], Any]:
-    """Run a program of tokens and arguments, whose tangents the rule `tangents_of` computes."""
+    """Run `program` on tokens and `args`, as a function that JAX differentiates by `tangents_of`.
+
+    Args:
+        tangents_of: the rule: it computes the tangents of the program's results.
+        program: the traced program.
+        closed_over: the arrays that the user's function closes over, for the rule.
+        tokens: the tokens that keep programs in order.
+        args: the program's other arguments.
+
+    Returns:
+        The last tokens, and the results.
+    """
     # JAX keeps the rule and all that it closes over, so the rule must not close over arrays.
     bare = dataclasses.replace(program, constants=[])
     run, treedef = bare.run_without_refs, bare.treedef
@@ -213,7 +223,9 @@ def _differentiated_by(
 
 
 def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
-    """Run `program(*args)`. Its tangents are those of `exact`, which encodes no messages.
+    """Run `program(*args)`, and let JAX differentiate `exact(*args)` in its place.
+
+    `exact` computes the same without codecs, so tangents pass the codecs as if they were exact.
 
     Raises:
         NotImplementedError: JAX differentiates with respect to what the program closes over.
@@ -233,7 +245,13 @@ def run_straight_through(program: Callable, exact: Callable, *args: Any) -> Any:
 
 
 def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Return `jax.jvp` of a function of a list of arrays, where only some arrays have a tangent."""
+    """Return `jax.jvp` of a function of a list of arrays, of which only some have tangents.
+
+    Args:
+        function: takes the list of arrays.
+        primals: the arrays.
+        tangents: for each array its tangent; None or a symbolic zero for an array without one.
+    """
     varied = [i for i, x in enumerate(tangents) if x is not None and is_varied(x)]
 
     def of_varied(arrays: list[Any]) -> Any:
@@ -246,7 +264,10 @@ def jvp_of_some(function: Callable, primals: list[Any], tangents: Sequence[Any])
 
 
 def tangents_like(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Return a tangent for each result: for floats the next of `tangents`, for others zero."""
+    """Return a tangent for each result.
+
+    Results of floats take the entries of `tangents` in order; integers get symbolic zeros.
+    """
     more = iter(tangents)
     return [next(more) if jnp.issubdtype(x.dtype, jnp.inexact) else zeros(x) for x in results]
 
@@ -257,7 +278,7 @@ def zeros(tree: Any) -> Any:
 
 
 def is_varied(tangent: Any) -> bool:
-    """Return whether a tangent is an array of floats, not one that is known to be zero."""
+    """Return whether a tangent is an array of floats; False if it is known to be zero."""
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
@@ -317,7 +338,7 @@ def numbers_as_arrays(tree: Any) -> Any:
 
 
 def _check_makes(init_fn: Any, args: tuple[Any, ...]) -> None:
-    """Raise `TypeError` if `init_fn` is no function, but parameters or a module that has some."""
+    """Raise `TypeError` if `init_fn` is parameters or a module, not a function that makes them."""
     if callable(init_fn):
         if not array_leaves(init_fn):
             return

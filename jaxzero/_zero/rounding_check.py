@@ -98,7 +98,7 @@ def _stuck(
     sizes: list[float],
     tried: list[bool],
 ) -> list[bool]:
-    """Return for each leaf whether no update changes it, although some update is not 0.
+    """Return for each leaf whether its updates round away: some are not 0, but none changes it.
 
     Args:
         programs: compiles the trials.
@@ -127,9 +127,10 @@ def _stuck(
 def _run(
     programs: Programs, tx: optax.GradientTransformation, params: Any, all_grads: list[Any]
 ) -> np.ndarray:
-    """Return booleans `[2, leaves]`: whether an update changes the leaf, and whether one is not 0.
+    """Run all trials; return booleans `[2, leaves]`.
 
-    A leaf of which the state holds a copy with more bits counts as changed.
+    Row 0 says whether any update changes the leaf; row 1, whether any update of it is not 0. If the
+    optimizer state holds a copy of the leaf with more bits, the leaf counts as changed.
     """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -158,7 +159,7 @@ def _run(
 
 
 def _copied(state: Any, params: Any) -> np.ndarray:
-    """Return for each leaf whether the state holds a copy of it with more bits."""
+    """Return for each parameter whether the optimizer state holds an equal array with more bits."""
     held = [np.asarray(x) for x in jax.tree.leaves(state)]
     wide = [x for x in held if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize >= 4]
     narrow = [np.asarray(x) if x.dtype.itemsize < 4 else None for x in arrays_of(params)]

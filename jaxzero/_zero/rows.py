@@ -27,7 +27,7 @@ Shares = tuple[int, ...]
 
 
 def known_shares(shares: Sequence[int] | None, nodes: int, microbatches: int) -> Shares | None:
-    """Check `shares` and divide them by their greatest common divisor; None if all are equal.
+    """Check `shares`; return them divided by their greatest common divisor, None if all are equal.
 
     Args:
         shares: one for each node, or None.

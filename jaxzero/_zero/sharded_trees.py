@@ -307,7 +307,7 @@ class ShardedTrees:
         Devices encode and decode their shards of `grads`, and all-reduce three scalars. Call it in
         the jitted step, or only every few steps. `microbatches` is that of the `value_and_grad`
         that returned `grads`. If that call sends rows of tables, pass `zero.plan(...).rows` as
-        `rows`: each row is encoded by itself, and the noise of that cannot be seen in `grads`.
+        `rows`: each row is encoded by itself, and `grads` alone do not show the noise of that.
 
         Raises:
             ValueError: `grads` are not like parameters of this `Zero`, or `microbatches` < 1.
@@ -329,12 +329,12 @@ class ShardedTrees:
 
     @property
     def _here(self) -> Any:
-        """This object, or `_on_one_node` while a program of one node is traced."""
+        """The `Zero` of the current trace: `_on_one_node` in a program of one node, else `self`."""
         is_own = isinstance(self._devices, NodeMesh)
         return self._on_one_node if is_one_node() and not is_own else self
 
     def _layouts(self, params: Any, opt_state: Any, gradients: TreeLayout | None = None) -> Layouts:
-        """Return the layouts of an update. `gradients` defaults to those of `value_and_grad`."""
+        """Return the layouts of an update's trees; `gradients` is by default `value_and_grad`'s."""
         of_params = self._layout_of(params)
         return Layouts(
             gradients=gradients or self._layout_of_gradients(of_params),

@@ -37,7 +37,10 @@ from .arguments import Options
 
 
 def on_stages(options: Options, config: ZeroConfig) -> Options:
-    """Give a call with gradients the micro-batches of `config.stages`, unless it asks for several.
+    """Return the options of a call under `config`, which may have pipeline stages.
+
+    With stages, a call with gradients that does not set `microbatches` runs
+    `config.stages.microbatches` of them.
 
     Raises:
         NotImplementedError: an option does not work with stages.
@@ -78,10 +81,11 @@ def run_on_stage(
     *,
     lists: LayerLists,
 ) -> Result:
-    """Run the step on a device of a stage, with the arguments of `run_on_device` and `lists`.
+    """Run the step on one device of a pipeline stage: `run_on_device` for a config with stages.
 
-    `lists` says which leaves of `parameters` are layers, and how the stages divide the layers.
-    Gradients are returned for all leaves, in their stored layouts, as without stages.
+    The arguments are those of `run_on_device`, and `lists`, which says which leaves of `parameters`
+    are layers, and how the stages divide the layers. The result has the gradients of all leaves, in
+    their stored layouts, as without stages.
     """
     assert share_of_loss is None and lists.stages is not None
     arrays, differentiated = lists.arrays, tuple(lists.numbers(parameters.differentiated))
@@ -131,7 +135,10 @@ def _of_step(
     staged: Staged,
     result: Result,
 ) -> Result:
-    """Convert the result of a stage, for its arrays, to a result of the step for all leaves."""
+    """Convert the result of `run_on_device` on a stage to the result of the step.
+
+    Gradients and updates by array of `lists` become gradients and updates by leaf of `parameters`.
+    """
     others, num = [x[0] for x in result.others], len(staged.program.shapes[3])
     made = dict(zip(differentiated, result.gradients, strict=True))
     gradients = _of_leaves(lists, made, next(iter(others[num:]), None))
@@ -167,10 +174,10 @@ def _by_microbatch(inputs: Sequence[Array], specs: Sequence[Any], microbatches: 
 
 
 def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> list[Array]:
-    """Return the shards of this device that a stage computes with, for each array of `lists`.
+    """Return this device's shard of each array of `lists`, as its stage computes with it.
 
-    They are the stage's layers of each stack and list. Of a leaf outside of the layers, each stage
-    stores a slice; these slices are all-gathered over the stages.
+    A stack or list of layers has the layers of this stage. A leaf outside of the layers is whole:
+    the slices of it that the stages store are all-gathered over the stages.
     """
     arrays = []
     for j, (leaf, members) in enumerate(zip(lists.arrays, lists.members, strict=True)):
@@ -187,9 +194,9 @@ def _of_stage(lists: LayerLists, stored: Sequence[Array], staged: Staged) -> lis
 def _updates_of_arrays(
     lists: LayerLists, updates: Mapping[int, LeafUpdate]
 ) -> dict[int, LeafUpdate]:
-    """Convert updates by index of the leaf to updates by index of the array in `lists`.
+    """Return `updates`, indexed by leaf, with the index of the leaf's array in `lists` instead.
 
-    Updates of leaves that are one layer of a list are left out.
+    The updates of a leaf that is one layer of a list are left out.
     """
     own = {x[0]: j for j, x in enumerate(lists.members) if not lists.is_list(j)}
     return {own[i]: update for i, update in updates.items() if i in own}
@@ -198,10 +205,10 @@ def _updates_of_arrays(
 def _of_leaves(
     lists: LayerLists, gradients: Mapping[int, Array | None], arrived: Array | None = None
 ) -> dict[int, Any]:
-    """Convert a stage's gradients, by array of `lists`, to gradients by index of the leaf.
+    """Convert gradients, indexed by array of `lists`, to gradients indexed by leaf.
 
-    The gradients returned are in the layouts in which leaves are stored. Gradients of leaves
-    outside of the layers are summed over stages, once `arrived` is known (see `Pipeline.run`).
+    Each gradient gets the layout in which its leaf is stored. The gradient of a leaf outside of the
+    layers is summed over the stages; the sum waits for `arrived` (see `Pipeline.run`).
     """
     of_leaves: dict[int, Any] = {}
     for j, x in gradients.items():
@@ -223,14 +230,14 @@ def _of_all_stages(
     comm: CommSpec,
     sums: HalfSums,
 ) -> HalfSums:
-    """Convert a stage's sums over half-batches, for its arrays, to the sums for all leaves.
+    """Convert half-batch sums of gradients, by array of `lists`, to sums by leaf.
 
     Args:
         lists: the arrays of a stage, and the leaves that they are made of.
         on_stage: the layout of each array inside the stage.
         parameters: says which leaves are differentiated.
         comm: the number of devices and the axis of the halves.
-        sums: the sums of the stage.
+        sums: the half-batch sums that the stage has computed.
     """
     wanted = parameters.differentiated
     arrays = lists.numbers(wanted)
@@ -257,15 +264,22 @@ def _of_all_stages(
 
 
 def _on_stage(leaf: LeafSpec, stored: Array, layers: bool) -> LeafSpec:
-    """Return the layout of a leaf inside one stage. A stack has the stage's layers only."""
+    """Return the layout that a leaf has inside one stage.
+
+    Args:
+        leaf: the layout over all stages.
+        stored: the stage's array.
+        layers: whether the leaf is a stack, of which the stage has some layers.
+    """
     shape = (stored.shape[0], *leaf.shape[1:]) if layers else leaf.shape
     return dataclasses.replace(leaf, shape=shape, other_axes=PartitionSpec(), stages=None)
 
 
 def _gathered(x: Array, leaf: LeafSpec, dtype: Any) -> Array:
-    """All-gather a leaf outside of the layers over the stages, each of which holds a slice `x`.
+    """Return a leaf outside of the layers, whole, from the slice `x` that this stage stores.
 
-    The slices are sent as `dtype`.
+    The slices are all-gathered over the stages as `dtype`. A leaf that each stage stores whole is
+    returned unchanged.
     """
     if leaf.stages is None:
         return x

@@ -61,10 +61,10 @@ class Derivative:
         return cls(traced, constants, of_constants, call, args[0], of_args[0])
 
     def arguments(self) -> tuple[Call, list[list[Any]]]:
-        """Return the call with two more arguments, and the arrays of all its arguments.
+        """Return the call of the program that computes tangents, and the arrays of each argument.
 
-        The first is the tangents of weights, the second the tangents of other arrays. Tangents that
-        are known to be zero are left out.
+        It is the first program's call with two more arguments: the tangents of weights, and the
+        tangents of other arrays. Tangents that are known to be zero are left out.
         """
         leaves, weights, specs, others = [], [], [], []
         for argument, tangents in zip(self.call.arguments, self.of_arrays, strict=True):
@@ -92,8 +92,8 @@ class Derivative:
             inputs: the other arguments, then the tangents that are not zero.
 
         Returns:
-            Tangents of the loss, the weight of the examples, tangents of gradients and of those
-            other outputs that are floats.
+            The tangent of the loss; the weight of the examples (not its tangent); the tangents of
+            the gradients; and the tangents of the other outputs that are floats.
         """
         index = current_microbatch()
         primals = [*self.constants, *([] if index is None else [index])]
@@ -120,7 +120,10 @@ class Derivative:
         return loss, values[1], gradients, list(filter(is_varied, others))
 
     def floats(self, reductions: Sequence[str]) -> list[str]:
-        """Select those `reductions` of outputs other than the loss whose output is of floats."""
+        """Return the `reductions` of those outputs that are floats.
+
+        `reductions` has an entry for each output other than the loss.
+        """
         pairs = zip(reductions, self.traced.shapes[3], strict=True)
         return [how for how, x in pairs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -191,7 +194,10 @@ def check_tangents(
 
 
 def _known_together(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Apply `known_together` to all arrays, so that `jax.linearize` keeps no full weights."""
+    """Return `primals` and `tangents`, with `known_together` applied to their arrays of floats.
+
+    So `jax.linearize` keeps no full weights.
+    """
     leaves, treedef = jax.tree.flatten((primals, tangents))
     arrays = [i for i, x in enumerate(leaves) if is_varied(x)]
     for i, x in zip(arrays, known_together([leaves[i] for i in arrays]), strict=True):

@@ -118,7 +118,7 @@ class Transfers:
         return running
 
     def spread_rows(self, data: np.ndarray) -> np.ndarray:
-        """Copy a transposed matrix whose rows collide in the cache to memory where they do not.
+        """Copy a transposed matrix, if its rows collide in the cache, to memory where they do not.
 
         A transpose reads a few bytes of many rows at once. If rows are a multiple of 4096 bytes
         apart, they share one set of the cache. Then each row is fetched again for its next few
@@ -184,7 +184,7 @@ def put_copies(data: list[np.ndarray], targets: list[SingleDeviceSharding]) -> l
 
 
 def _apart(moved: Any, data: np.ndarray) -> jax.Array:
-    """Return `moved`, which JAX made of `data`; or a copy, if it uses the memory of `data`."""
+    """Return `moved`, an array that JAX made from `data`, copied if it shares `data`'s memory."""
     (device,) = moved.devices()
     if device.platform != "cpu" or moved.unsafe_buffer_pointer() != data.ctypes.data:
         return moved

@@ -132,7 +132,10 @@ class Transform:
         outputs: Outputs,
         updates: ProgramUpdates,
     ) -> Any:
-        """Run the program on every device; return its results as global arrays."""
+        """Run the program on every device; return its results as global arrays.
+
+        They are loss, gradients (reduced, combined), outputs, wire state, halves, and updates.
+        """
         state_specs = self._state_specs(wire_state)
         gradient_specs = [
             self.parameters.leaves[i].spec(self._gradient_axes, manual_only=True)
@@ -171,7 +174,7 @@ class Transform:
         return run_with_tangents(mapped, (arrays, wire_state, given), rule_of)
 
     def _tangents(self, derivative: Derivative, outputs: Outputs, results: Any) -> Any:
-        """Compute the tangents of the results of `_run`, by a program without codecs."""
+        """Return the tangents of `results`, which `_run` returned, by a program without codecs."""
         call, arrays = derivative.arguments()
         hpz = self.config.hpz and HpZ(codec=None)
         config = dataclasses.replace(self.config, weights=PerAxis(), gradients=PerAxis(), hpz=hpz)
@@ -202,14 +205,11 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether each device differentiates its loss times its share of the full batch.
-
-        Then a `custom_vjp` sees the cotangents that it would see on one device with all rows.
-        """
+        """Whether a device scales its loss to its share of the full loss, then differentiates it."""
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
-        """Merge gradients of reduced and of combined leaves, in the layout that is returned."""
+        """Return the gradients of reduced and of combined leaves as one list, in their layouts."""
         leaves, axes = self.parameters.leaves, self._gradient_axes
         reduced = [
             constrain(x, self.mesh, leaves[i].spec(axes))
@@ -224,7 +224,7 @@ class Transform:
         return self._in_order(reduced, combined)
 
     def _in_order(self, reduced: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """Merge values for reduced and for combined leaves into the order of `differentiated`."""
+        """Return values of reduced and of combined leaves as one list, ordered by leaf."""
         by_leaf = dict(zip(self.parameters.differentiated, reduced, strict=True))
         by_leaf |= zip(self.combined, combined, strict=True)
         return [by_leaf[i] for i in self.differentiated]
@@ -304,13 +304,13 @@ class Transform:
 
     @property
     def _step(self) -> Callable[..., Result]:
-        """The function that runs a step on one device, with or without stages."""
+        """The function that runs a step on one device: `run_on_stage` if the config has stages."""
         if self.config.stages is None:
             return run_on_device
         return functools.partial(run_on_stage, lists=self.layers)
 
     def _share_of_loss(self, inputs: list[Any], specs: list[PartitionSpec]) -> Array | float | None:
-        """Return the factor from a device's loss to its share of the full batch's loss."""
+        """Return the factor from a device's loss to its share of the batch's; None: not needed."""
         if not self._shares_loss:
             return None
         if not self.options.weighted:

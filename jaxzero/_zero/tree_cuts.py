@@ -46,7 +46,9 @@ class TreeCut:
     frozen: TreeLayout
 
     def pairs(self, active: Sequence[Any], frozen: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Pair the active and the frozen part of each array of the whole tree; None for no part.
+        """Return `(active, frozen)` for each array of the whole tree: the values of its two parts.
+
+        If an array is in one part only, the value of the other part is None.
 
         Args:
             active: one value for each array of the active part.
@@ -109,7 +111,7 @@ def _lay_out(
     config: ZeroConfig,
     codec: Codec | None = None,
 ) -> TreeLayout:
-    """Lay out one part of a tree. It has None for the leaves of the other part.
+    """Return the layout of one part of a tree, with None for the leaves of the other part.
 
     Args:
         whole: the layout of the whole tree.
@@ -145,7 +147,10 @@ def _lay_out(
 
 
 def _specs_of(leaf: LeafSpec) -> PartitionSpec:
-    """Return how `specs` splits a leaf; not at all if it is ungathered, which the config says."""
+    """Return the `specs` entry of a leaf: how it is split over mesh axes beside `node` and `local`.
+
+    It is empty for a leaf of `ungathered`, whose split the config gives.
+    """
     return PartitionSpec() if LOCAL in leaf.other_axes else leaf.other_axes
 
 
@@ -189,7 +194,10 @@ def join_arrays(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
-    """Join the stored arrays of both parts to those of the whole tree, decoded."""
+    """Return the stored arrays of the whole tree, from those of its active and frozen part.
+
+    Encoded arrays are decoded.
+    """
     layouts = cut.pairs(cut.active.leaves, cut.frozen.leaves)
     leaves = zip(cut.whole.leaves, layouts, cut.pairs(active, frozen), strict=True)
     return [_join_leaf(old, parts, arrays, programs, axes) for old, parts, arrays in leaves]
@@ -202,7 +210,15 @@ def _cut_leaf(
     programs: Programs,
     axes: tuple[str, ...],
 ) -> list[Any]:
-    """Cut a stored array. `parts` are slices of its rows, each with the layout to store it in."""
+    """Cut a stored array into slices of its rows.
+
+    Args:
+        old: the layout of the array.
+        x: the stored array, or its `ShapeDtypeStruct`.
+        parts: for each slice the layout to store it in, and its rows.
+        programs: the cache of compiled programs.
+        axes: the mesh axes that split the arrays.
+    """
     if len(parts) == 1 and parts[0][0].codec is None:
         return [x]
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -256,7 +272,7 @@ def cut_of_state(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> TreeCut:
-    """Cut the state of `tx` so that its active part is the state for the active parameters.
+    """Lay out both parts of the state of `tx`; the active part is a state of the active parameters.
 
     Args:
         tx: the optimizer.
@@ -302,7 +318,10 @@ def cut_of_state(
 
 
 def _parameter_of(path: str, parameters: Iterable[str]) -> str | None:
-    """Return the longest path of a parameter that ends `path`: `a.w` for `0.mu.a.w`, not `w`."""
+    """Find the parameter that an array of the optimizer state belongs to, by its path.
+
+    Returns the longest path in `parameters` that ends `path`: `a.w` for `0.mu.a.w`, not `w`.
+    """
     found = (name for name in parameters if f".{path}".endswith(f".{name}"))
     return max(found, key=len, default=None)
 

@@ -98,7 +98,10 @@ def _apply(
     layouts: Layouts,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Update the traced trees `(gradients, state, parameters)`; return `(parameters, state)`."""
+    """Apply `tx` inside a program; return the new `(parameters, state)`, like `apply_gradients`.
+
+    `trees` are the traced gradients, state and parameters, and `tree_layouts` their layouts.
+    """
     (grads, state, params), (of_grads, of_state, of_params) = trees, tree_layouts
     trained, layout = trained_part(params, of_params)
     if any(in_host(x) for tree in trees for x in arrays_of(tree)):
@@ -133,7 +136,7 @@ def split(layout: TreeLayout, tree: Any, mesh: Mesh, axes: tuple[str, ...]) -> A
 def split_arrays(
     layout: TreeLayout, arrays: Sequence[Any], mesh: Mesh, axes: tuple[str, ...]
 ) -> list[Any]:
-    """Split the arrays of a tree, or None in place of some, as `split` does."""
+    """Split an array for each leaf of `layout` over `axes`, like `split`. Some may be None."""
     pairs = zip(layout.leaves, arrays, strict=True)
     return [
         x if x is None or in_host(x) else constrain(x, mesh, leaf.spec(axes)) for leaf, x in pairs
@@ -141,7 +144,7 @@ def split_arrays(
 
 
 def with_untrained(params: Any, trained: Any, new: Any, grads: Any) -> Any:
-    """Add the leaves that the optimizer did not update to the tree `new`.
+    """Return `new` with the leaves that the optimizer did not update filled in.
 
     Args:
         params: all parameters.
@@ -185,7 +188,11 @@ class ProgramUpdates:
 
     @property
     def arguments(self) -> list[list[Array]]:
-        """Global arrays for the program: the state arrays of each leaf, and last the scalars."""
+        """Global arrays that the program takes for its updates.
+
+        They are a list of state arrays for each leaf, and last a list of the scalars that the
+        updates read.
+        """
         return [*(leaf.arrays[1:] for leaf in self.leaves.values()), self._scalars]
 
     @property
@@ -195,7 +202,7 @@ class ProgramUpdates:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """The `PartitionSpec` of the new arrays of each leaf."""
+        """For each leaf, the `PartitionSpec` of its updated parameter and state arrays."""
         return [x.update.layouts.spec(x.leaf.spec) for x in self.leaves.values()]
 
     def on_device(
@@ -204,10 +211,11 @@ class ProgramUpdates:
         arguments: Sequence[Sequence[Array]],
         differentiated: Sequence[int],
     ) -> dict[int, LeafUpdate]:
-        """Return the updates on one device, by index of the leaf in `stored`.
+        """Return the updates that a device runs, by index of the updated leaf in `stored`.
 
         Args:
-            stored: this device's shards of the sharded arguments. The first argument is updated.
+            stored: this device's shards of the sharded arguments. The first one, the parameters, is
+                updated.
             arguments: this device's shards of the property `arguments`.
             differentiated: indices in `stored` of the leaves that get gradients.
         """

@@ -84,10 +84,10 @@ def explaining_values(
 def _read_arguments(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
-    """Find an array whose value Python code has read; name the arguments that it depends on.
+    """Return the names of the arguments on which a value depends that Python code has read.
 
-    The names are taken from JAX's error, which has them only if the function is not being
-    differentiated. So the function is traced again. Without such an error the list is empty.
+    JAX's error names the arguments only if the function is not being differentiated. So the
+    function is traced again here. If that raises no such error, the list is empty.
 
     Args:
         function: the user's function.
@@ -116,7 +116,10 @@ def _read_arguments(
 
 
 def _line(error: Exception) -> str:
-    """Describe the innermost line of the user's code in a traceback, else of another library."""
+    """Describe the innermost line of the user's code in a traceback.
+
+    If there is none, describe the innermost line of another library.
+    """
     frames = [
         summary
         for (frame, _), summary in zip(

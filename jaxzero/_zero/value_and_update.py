@@ -138,7 +138,7 @@ class ValueAndUpdate:
         return value, *(layout.stored(x) for layout, x in pairs)
 
     def plan(self, arrays: list[list[Any]], opt_state: Any, along: Sequence[int]) -> Plan:
-        """Return the plan of the step and its tangents. Arguments are as for `Transform.plan`."""
+        """Return the plan of the step, and of its tangents along arguments at positions `along`."""
         return self._transform.plan(self._traced, arrays, arrays_of(opt_state), along)
 
     def _traced(self, arrays: list[list[Array]], state: list[Array]) -> tuple[Any, ...]:
@@ -157,7 +157,16 @@ class ValueAndUpdate:
     def _with_offload(
         self, arrays: list[list[Array]], params: Any, opt_state: Any
     ) -> tuple[Any, Any, Any]:
-        """Run the step if some of its arrays are in host memory."""
+        """Run the step for a model some of whose arrays are in host memory.
+
+        Args:
+            arrays: the arrays of each argument of the loss.
+            params: the parameters, a tree in stored form.
+            opt_state: the optimizer state.
+
+        Returns:
+            The loss or `(loss, aux)`; and the new parameters and optimizer state.
+        """
         layouts, tx = self._layouts, self._tx
         mesh, axes = layouts.mesh, layouts.state_axes
         trained, layout = trained_part(params, self._tree_layouts[0])
@@ -200,11 +209,11 @@ class ValueAndUpdate:
 
 
 def _fit_at_once(update: TracedUpdate, updates: ProgramUpdates, are_done: Sequence[bool]) -> bool:
-    """Return whether the remaining leaves in host memory can be updated at once, not in windows.
+    """Return whether leaves in host memory can be updated all at once at the end of the step.
 
-    Remaining are the leaves that the program has not updated in its loops. All of them are then on
-    the device at one time. They fit if they take no more memory than the loop that updates layers,
-    which holds two layers: one that is fetched and one that is written.
+    These are the leaves that the program has not updated in its loops. At once, all of them are on
+    the device together; otherwise they are updated in windows. They fit if they take no more memory
+    than the loop that updates layers, which holds a layer being fetched and a layer being written.
 
     Args:
         update: the update of all leaves.

@@ -165,7 +165,10 @@ def _check(
     in_one_program: bool,
     more: bool,
 ) -> None:
-    """Raise errors for wrong arguments of `verify`; `more` means `halves` or `shares`."""
+    """Raise an error for arguments of `verify` that are wrong or do not fit together.
+
+    `more` says whether the caller gives `halves` or `shares`.
+    """
     if isinstance(f, LocalRounds):
         raise ValueError(
             "`verify` takes the loss and the optimizer of a round, which plain JAX can run, not a "

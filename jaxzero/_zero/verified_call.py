@@ -30,7 +30,7 @@ from .user_function import split_aux, split_weight
 
 
 class VerifiedCall:
-    """One call of the loss, with its arguments whole (for plain JAX) and as they are stored.
+    """One call of the loss, with its arguments as full arrays (for plain JAX) and as stored.
 
     Args:
         zero: the `Zero` that is verified.
@@ -84,14 +84,17 @@ class VerifiedCall:
         )
 
     def _counted(self) -> Any:
-        """Return for each row whether it is computed, if `shares` leaves out some; else None."""
+        """Return for each row of the batch whether any device computes it; None: all are computed.
+
+        With `shares`, the rows of micro-batches that do not run are not computed.
+        """
         options = self.transform.options
         if options.shares is None or self.rows is None:
             return None
         return counted_rows(self.rows, self.zero._devices, options.microbatches, options.shares)
 
     def _places(self) -> list[int]:
-        """Return the indices, among all arguments' arrays, of the leaves that get gradients."""
+        """Return which leaves get gradients, as indices among the arrays of all arguments."""
         places = []
         for number in sorted(self.transform.options.argnums):
             first = sum(self.sizes[:number])
@@ -125,7 +128,7 @@ class VerifiedCall:
 
     @property
     def runs(self) -> Runs:
-        """The configured step, with its mesh and codecs, as `Verification` runs it."""
+        """The functions by which `Verification` runs the configured step, and its settings."""
         return Runs(
             step=self.step,
             extras=self.extras,
@@ -139,7 +142,11 @@ class VerifiedCall:
     def step(
         self, arrays: Sequence[Any], microbatches: int, encoded: bool
     ) -> tuple[list[Any], Any]:
-        """Run the configured step on `arrays`, with or without codecs: see `Runs.step`."""
+        """Run the configured step on full `arrays`, with codecs if `encoded`: see `Runs.step`.
+
+        Returns:
+            The loss, `aux` and full gradients in one list, on the host; and a value for `extras`.
+        """
         zero = self.zero if encoded else self.without_codecs
         args, kwargs = self._arguments(arrays)
         options = {**self.options, "microbatches": microbatches}
@@ -153,14 +160,20 @@ class VerifiedCall:
         return results, (zero, args, kwargs, *outputs[1:])
 
     def tables(self) -> dict[str, bool]:
-        """Return the tables whose rows the configured step sends: see `Runs.tables`."""
+        """Return the paths of the tables whose rows the step sends.
+
+        The value of each says whether the step also gathers the whole table.
+        """
         args, kwargs = self._arguments(self.problem.arrays)
         kwargs |= self._wire_state(self.zero, args)
         plan = self.zero.plan(self.f, *args, **self.options, **kwargs)
         return {x.name: not x.is_alone for x in plan.rows}
 
     def _wire_state(self, zero: Any, args: Sequence[Any]) -> dict[str, Any]:
-        """Return `{"wire_state": a new state}`, or `{}` if the config needs no state."""
+        """Return the keyword arguments that give a new wire state to the step.
+
+        They are `{"wire_state": state}`, or `{}` if the config needs no wire state.
+        """
         if not zero.config.needs_wire_state:
             return {}
         number = self.options["argnums"]
@@ -169,17 +182,25 @@ class VerifiedCall:
         return {"wire_state": states[0] if isinstance(number, int) else states}
 
     def extras(self, outcome: Any) -> tuple[Update | None, list[Any] | None]:
-        """Return the update and the half-batch products of a run of `step`: see `Runs.extras`.
+        """Return what a run of `step` gives beside its results.
 
         Args:
             outcome: the second value that `step` returned.
+
+        Returns:
+            The optimizer's update, or None without an optimizer; and the inner products of the
+            half-batches' gradients, or None without `halves`.
         """
         zero, args, kwargs, grads, *more = outcome
         halves = self._halves(more[0]) if self.options["halves"] else None
         return self._update(zero, args, kwargs, grads), halves
 
     def _halves(self, halves: GradientHalves) -> list[Any]:
-        """Flatten `halves` into one list: three inner products for all leaves, and the share."""
+        """Flatten `halves` into a list of numbers on the host.
+
+        It has the first inner product of every leaf, then the second and the third, and last the
+        share of the first half.
+        """
         *products, share = halves
         leaves = []
         for product in products:
@@ -199,7 +220,7 @@ class VerifiedCall:
 
     @functools.cached_property
     def without_codecs(self) -> Any:
-        """A `Zero` with the same layouts and no codecs, made once so that it compiles once."""
+        """A `Zero` with the same layouts and no codecs. It is cached, so it compiles once."""
         config = self.zero.config
         hpz = config.hpz and HpZ(codec=None)
         stages = config.stages and dataclasses.replace(config.stages, messages=None)
@@ -216,7 +237,10 @@ class VerifiedCall:
         return zero
 
     def _arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the call's arguments: sharded trees as given, other arguments made of `arrays`."""
+        """Return `(args, kwargs)` for the step.
+
+        Sharded trees are those that the user gave. All other arguments are built from `arrays`.
+        """
         remaining = iter(arrays)
         parts = [[next(remaining) for _ in range(size)] for size in self.sizes]
         values = [
@@ -275,7 +299,10 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def fetched(x: Any) -> Any:
-    """Copy an array to the host. A random key that is on this process's devices stays there."""
+    """Copy an array to the host.
+
+    An array of random keys that is wholly on this process's devices is returned unchanged.
+    """
     if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return on_host(x)
     if x.is_fully_addressable:

@@ -85,7 +85,7 @@ def first_step(tree: Any) -> Any:
 
 
 class VerifiedRound:
-    """The first round of local steps, which `verify` runs sharded and by plain JAX to compare both.
+    """The first round of local steps, for `verify` to compare as configured with plain JAX.
 
     The round starts from the state that `LocalRounds.init` makes.
 
@@ -111,7 +111,10 @@ class VerifiedRound:
             )
 
     def _rounds(self, method: LocalSteps, own: bool = False) -> LocalRounds:
-        """Make rounds with the loss as metric and, if `own`, the parameters after each step."""
+        """Make `LocalRounds` whose step returns the loss as its metric.
+
+        If `own` is set, the metrics also have each node's parameters after each step.
+        """
         call, zero = self.call, self.call.without_codecs
         gradients = zero.value_and_grad(call.f, **call.options)
 
@@ -149,7 +152,7 @@ class VerifiedRound:
 
     @property
     def runs(self) -> RoundRuns:
-        """The round as configured, with its codecs and mesh."""
+        """The function that runs the configured round, and its codecs, layouts and mesh."""
         exchange = self.layouts.exchange
         return RoundRuns(
             run=self.run,
@@ -162,7 +165,14 @@ class VerifiedRound:
     def report(
         self, reference: Any, codecs: bool, float64: bool, say: Callable[[str], None]
     ) -> VerifyReport:
-        """Run both rounds, compare them, and return the report: see `Zero.verify`."""
+        """Run the round as configured and by plain JAX, and return the report that compares both.
+
+        Args:
+            reference: the device on which plain JAX runs, or "cpu".
+            codecs: whether the round also runs with the codec of the method.
+            float64: whether plain JAX also runs in float64.
+            say: called with a sentence before each long part.
+        """
         notes = {
             "aux is not compared in a round of local steps: verify the loss for it.": (
                 self.call.options["has_aux"]
@@ -175,7 +185,11 @@ class VerifiedRound:
         return verification.report(float64, [note for note, holds in notes.items() if holds])
 
     def run(self, method: LocalSteps, own: bool) -> dict[str, list[Any]]:
-        """Run the round; return its results by kind, on the host: see `RoundRuns`."""
+        """Run the sharded round; return lists of arrays on the host, by kind of result.
+
+        The kinds are constants, such as `LOSS` and `NEXT`: see `RoundRuns`. With `own`, they
+        include each node's parameters before the exchange.
+        """
         rounds = self._rounds(method, own)
         state, (losses, of_nodes) = rounds(rounds.init(self.params, self.opt_state), self.batches)
         layouts, num = rounds._known(), rounds.num_nodes
