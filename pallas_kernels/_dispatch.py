@@ -232,5 +232,9 @@ def _implementation(
 
 
 def _for(module: Any, message: UInt8[Array, "n m"] | InPlace) -> Any:
-    """Return messages as `module` reads them: as an array of their own unless it has kernels."""
+    """Return messages as `module` reads them.
+
+    Kernels read them in place, as columns of a larger array (`InPlace`); `_reference`, which has no
+    kernels, gets them cut out as an array of their own.
+    """
     return cut_out(message) if module is _reference else message

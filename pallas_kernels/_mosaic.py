@@ -245,7 +245,7 @@ def _call(
 def _fill(
     name: str, body: Callable[..., None], place: Place, grid: int, scratch: dict[str, Any]
 ) -> Callable[..., UInt8[Array, "n _"]]:
-    """Return a function that runs the kernel `body`, and returns the filled array of `place`."""
+    """Return a function that runs the kernel `body` to write messages into the array of `place`."""
 
     def filled(*args: Array) -> Array:
         if place.array is None:

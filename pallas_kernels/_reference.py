@@ -84,7 +84,8 @@ def encode(
         start: index in its message of a row's first number, for stochastic rounding. It is not 0
             where a row is the end of a message whose first blocks are encoded elsewhere.
         divisor: number that `x` is divided by.
-        width: as in `blocks.rotate`.
+        width: size of the matrix that rotates blocks before they are encoded, if `format.hadamard`
+            (`blocks.rotate`).
     """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)

@@ -61,7 +61,7 @@ class Cast(Codec):
         return True
 
     def is_used_for(self, num: int, dtype: DTypeLike, min_quantized_size: int) -> bool:
-        """Return whether arrays of `dtype`, a float type, are cast: if the type on the wire differs.
+        """Return whether arrays of float dtype `dtype` are cast: if the dtype on the wire differs.
 
         Arrays of any size are cast: `num` and `min_quantized_size` matter only to other codecs.
         """

@@ -171,7 +171,10 @@ def encoded(
 
 
 def rounding_seed(axis: str) -> Array:
-    """Return this device's seed of stochastic rounding, for a sum over `axis`."""
+    """Return this device's seed of stochastic rounding for a sum over `axis`, equal in all steps.
+
+    Random numbers are hashes of the seed and of what is rounded, so they differ between steps.
+    """
     return device_index(_seed_axes(axis))
 
 

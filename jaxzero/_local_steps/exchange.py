@@ -289,7 +289,7 @@ class Exchange:
         residuals: list[Array],
         number: Array,
     ) -> list[Array]:
-        """Return the residuals, updated with the encoding errors of this fragment's message."""
+        """Return the residuals with the encoding errors of the message of fragment `number`."""
         sent = decode(self.parts, message)
         result = []
         for i, old in zip(self.encoded, residuals, strict=True):

@@ -110,7 +110,7 @@ class LoopUses:
 
 @dataclasses.dataclass(frozen=True)
 class BlockUses:
-    """How a block uses weights; `loops` has an entry for each loop, by index of its operation."""
+    """How a block uses weights; `loops` says it of each loop's body, by index of its operation."""
 
     views: Mapping[Atom, View]
     uses: tuple[Use, ...]

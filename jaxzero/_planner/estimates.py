@@ -55,7 +55,7 @@ class Estimates:
         self._durations.observe(number, gradients, is_full=not is_proxy)
 
     def draws(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-        """Draw samples of what full compiles may find of plans.
+        """Draw samples of what compiling plans as they are, and no smaller proxies, may find.
 
         Returns:
             The bytes that a device takes, and the seconds of a step; both `[draws, plans]`.

@@ -138,7 +138,12 @@ class RoundBounds:
         return self.step.full_gradients
 
     def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
-        """Predict a step of the round from its gradients; see `Bounds.predicted`."""
+        """Predict a step of the round from the seconds of its gradients.
+
+        Returns:
+            Seconds of the step, a part of the exchange included, and the seconds of these in which
+            a device waits for links. The arguments are those of `Bounds.predicted`.
+        """
         step, waited = self.step.predicted(gradients, waited)
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 

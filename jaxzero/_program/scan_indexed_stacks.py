@@ -268,7 +268,10 @@ class _LoopOfBlock:
 
 
 def _of_layer(operation: Operation) -> Op | None:
-    """Return the form of a movable operation for one layer of its input; None if none."""
+    """Return the operation on one layer that an operation on a stack is, such as its cast.
+
+    None if it is no `movable_ops.Op`, or does not treat each layer by itself.
+    """
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
 

@@ -190,7 +190,11 @@ def layout_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreeLayout
 
 
 def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
-    """Return the leaf with the kind of memory that `x`, its stored array, is in."""
+    """Return the leaf with the kind of memory that `x`, its stored array, is in.
+
+    `num_shards` is the number of shards of a leaf: with one shard, only a leaf in host memory gets
+    a layout (`in_memory`).
+    """
     return in_memory(leaf, memory_kind_of(data_of(x)), num_shards)
 
 

@@ -243,7 +243,7 @@ def _fill_in_batches(
     given: list[Any],
     argnums: Sequence[int],
 ) -> None:
-    """Set `given[i]` to the `PartitionSpec`s of a batch, for each position `i` in `batches`."""
+    """Add the `PartitionSpec`s of the arguments `batches` to `given`, the user's `in_specs`."""
     for i in batches:
         if i in argnums or given[i] is not None:
             other = "`argnums`" if i in argnums else "`in_specs`"
