@@ -205,7 +205,7 @@ class Transform:
 
     @property
     def _shares_loss(self) -> bool:
-        """Whether a device differentiates its share of the full loss, and not its own loss."""
+        """Whether devices scale their loss to a share of the full loss before differentiating."""
         return bool(self.combined) or self.options.gradient_reduce is not None
 
     def _all_gradients(self, reduced: Sequence[Any], combined: Sequence[Array]) -> list[Any]:
