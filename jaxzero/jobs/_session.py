@@ -2,10 +2,10 @@
 
 A run begins at step 0, or goes on from its last checkpoint. The wire state is what codecs keep from
 step to step, such as the residuals of error feedback. It is saved separately, since a run can
-resume without it: residuals then begin at 0. It is saved before the checkpoint of its step, and after the
-previous checkpoint is complete. So that every checkpoint keeps its wire state, one more wire state
-than checkpoints is kept. When a run is resumed, wire states of steps after its checkpoint are
-deleted.
+resume without it: residuals then begin at 0. It is saved before the checkpoint of its step, and
+after the previous checkpoint is complete. So that every checkpoint keeps its wire state, one more
+wire state than checkpoints is kept. When a run is resumed, wire states of steps after its
+checkpoint are deleted.
 """
 
 import contextlib
