@@ -132,7 +132,7 @@ def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "
 
 
 def _width(format: Format) -> int:
-    """Return the width of a rotation's matrix: 128, to fill the lanes, or a block if smaller."""
+    """Return the size of the matrix that rotates blocks: 128, to fill the lanes, or the block's."""
     return min(format.block, LANES)
 
 

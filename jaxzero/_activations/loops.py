@@ -287,7 +287,7 @@ def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Merge both lists: an operation that makes a constant stands right before its first reader.
+    """Merge operations: those in `made_inside`, of constants, stand before their first reader.
 
     The plan counts a constant, such as a mask of all attention scores, among the arrays that a
     layer holds from the operation on that makes it.

@@ -115,7 +115,11 @@ class Saver:
         copied.wait()
 
     def _save(self, folder: Path, content: Content, copied: threading.Event) -> OSError | None:
-        """Run the background part; return the error of deleting old checkpoints, if any."""
+        """Copy to the host, set `copied`, and write the checkpoint; raise if a process fails.
+
+        Returns:
+            The error of deleting old checkpoints, if any: the new checkpoint is complete then.
+        """
         is_first = jax.process_index() == 0
         try:
             with all_succeed(f"{self._name}-written", self._seconds) as facts:

@@ -243,7 +243,10 @@ class Codec(abc.ABC):
     def decode_sum(
         self, message: Shaped[Array, "peers m"] | kernels.InPlace, num: int
     ) -> Float32[Array, " num"]:
-        """Decode messages of `num` numbers each, and add them up in float32."""
+        """Decode messages of `num` numbers each, and add them up in float32.
+
+        Messages that are columns of a larger array (`InPlace`) are cut out first.
+        """
         return add_up(self.decode_rows(kernels.cut_out(message), num, jnp.float32))
 
     def recode(
@@ -303,7 +306,7 @@ class Codec(abc.ABC):
         *,
         seed: Integer[Array, ""] | int | None = None,
     ) -> Shaped[Array, "num ..."]:
-        """Cut an array into pieces and encode each, like `encode_pieces`, for TPUs.
+        """Cut an array into `num` pieces along `dim`, and encode each, for TPUs.
 
         A message may have any shape that `decode_tiled` can read, such as one that fills tiles.
         """

@@ -204,7 +204,7 @@ class CommSpec:
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
 
     def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-        """Return lines of a report: for each axis with a codec, what `transfers` were sent as."""
+        """Return a line for each axis with a codec: "weights over node: int8/256, float32"."""
         lines = []
         for what, codecs in (("weights", self.weights), ("gradients", self.gradients)):
             for axis in self.axes_with_peers(AXES):

@@ -51,9 +51,10 @@ class EncodedShards:
         pinned: whether the shards are sent as they are, without the config's codecs (`weights`,
             `hpz`): because the leaf is stored encoded, or because no codec may encode it.
         tiled: whether the messages are those of `Codec.encode_tiled`.
-        kept: the node slice of the step before, if the first gather over `node` sends the
-            difference to it (`_execute.gather_sources`).
-        hop: the kernel that encodes, gathers and decodes next; `data` is the array until then.
+        kept: if the gather over `node` sends differences (`WeightDelta`): the node slice, which is
+            what this device had after that gather in the step before.
+        hop: set if a single kernel will encode, gather and decode the array next. Until then
+            `codec` is None, and `data` is the array.
         read_as: the dtype in which such a kernel returns the full array; None: `dtype`.
     """
 

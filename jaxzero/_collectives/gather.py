@@ -167,8 +167,10 @@ def encode_node_slice(
 ) -> EncodedShards:
     """Encode a node slice with hpZ's codec, to be gathered over `local` later.
 
-    `size` is the number of elements of the full array, compared with `min_quantized_size`. For a
-    slice that is kept between steps, `tiled` is False: its form must not depend on the platform.
+    A slice that another codec has encoded is decoded first. `size` is the number of elements of the
+    full array, compared with `min_quantized_size`. `tiled` is the form of messages for TPUs
+    (`Codec.encode_tiled`); a slice that is kept between steps must not have it, as it depends on
+    the platform.
     """
     assert comm.hpz is not None
     codec = comm.suitable_for_weights(comm.hpz.codec, size, node_slice.dtype)

@@ -197,7 +197,11 @@ def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
 def decode_bucket(
     group: GatherGroup, buckets: Sequence[GatherBucket], sources: GatherSources, comm: CommSpec
 ) -> list[jax.Array]:
-    """Decode gathered buckets into full weights, and apply operations that follow the gathers."""
+    """Decode gathered buckets into the full weights of `group`, one array for each gather.
+
+    Operations of a weight that run after its gather (`movable_ops.before_gather`) are applied.
+    `sources` are the shards that were gathered; they say which operations those are.
+    """
     splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
     layouts, dims = [], []
     for gather, (before, _) in zip(group.gathers, splits, strict=True):

@@ -145,7 +145,7 @@ class LoopInputs:
         return on_shard(shards, view.ops, view.weight)[0]
 
     def read_inputs(self) -> list[Any]:
-        """Read all inputs of the program's loop; return the carry before the first iteration."""
+        """Set `inputs` (constants) and `rows` (stacks) of the loop, and return its first carry."""
         loop, num = self.loop, self.loop.num_constants
         first = num + loop.num_carry
         pairs = zip(loop.inputs, loop.body.inputs, strict=True)

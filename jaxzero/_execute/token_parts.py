@@ -6,7 +6,8 @@ parts; last, the parts are gathered over `tokens`. Gradients are first summed ov
 parts. A leaf without a second dim to split is equal on all devices along `tokens`, and each of them
 sends it.
 
-In flight, the arrays of a bucket are those of parts, with a leading dim that counts parts. On a
+In flight, an array of a bucket has a leading dim that counts parts. It is split over `tokens`, so
+that each device has its own part. On a
 mesh without the axis, each function here calls the one of `_collectives` that it extends.
 """
 

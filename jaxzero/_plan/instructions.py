@@ -3,8 +3,10 @@
 `emit` turns a `BlockPlan` into a list of instructions. `_execute.block` has a handler for each
 kind, and `_execute.ticks` for the kinds that only loops have. Instructions leave nothing to decide.
 The order of the list is the order in which a device's program is traced. XLA may change that order,
-except where a `Tie` or a pin, which become optimization barriers, holds it (see [Note: ties] in
-`ties`).
+except where an optimization barrier holds it: no output of a barrier exists before all its inputs
+do. A `Tie` is a barrier on what an instruction sends. A *pin* is an array of the program that
+passes through a barrier together with messages, so that operations that read it run after the
+messages exist (see [Note: ties] in `ties`).
 
 In a loop an instruction has a lag: in tick `t` it works on iteration `t - lag`. A weight that is
 gathered two iterations ahead of its use has lag -2, a gradient that is reduced one iteration later
@@ -55,15 +57,18 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """A barrier that makes the operands of an instruction wait until other arrays exist.
+    """A barrier on the operands of an instruction, such as the shards that it gathers.
+
+    The operands exist only after all other inputs of the barrier.
 
     Attributes:
-        value: an array of the program that the operands wait for; None before a loop.
+        value: an array of the program that the operands wait for; None for the first gathers of a
+            loop, which wait for `buckets`.
         before: instructions done before the barrier.
-        reduced: gradients, after their last reduction, that also pass through the barrier.
-        copied: gradients whose copies to host memory the barrier waits for.
-        buckets: groups of gradients in flight that also pass through the barrier.
-        after: instructions done after the barrier.
+        reduced: gradients, after their last reduction, that the operands wait for.
+        copied: gradients for whose copies to host memory the operands wait.
+        buckets: groups of gradients in flight that the operands wait for, and that wait for them.
+        after: instructions done after the barrier, and before the instruction's own work ends.
     """
 
     value: Value | None
@@ -98,9 +103,9 @@ class Encode(Instruction):
 class Send(Instruction):
     """All-gather the messages of a group over one axis.
 
-    A barrier comes first: the gather waits for `pin`, and readers of `pin` wait for the encoded
-    messages. With `after_decode`, a message for a later iteration waits until this iteration's
-    message is decoded.
+    A barrier comes first: the gather waits for the array `pin`, and operations that read `pin` wait
+    for the encoded messages, so that these are sent beside them. With `after_decode`, a message for
+    a later iteration waits until this iteration's message is decoded.
     """
 
     group: int

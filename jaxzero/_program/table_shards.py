@@ -327,7 +327,7 @@ class _BlockRewriter:
 
 
 def _must_stay(operation: Operation) -> bool:
-    """Return whether an operation may not, or should not, run before earlier operations."""
+    """Return whether an operation must not move to the start: an effect, a loop, or costly."""
     is_barrier = isinstance(operation, Barrier | Loop)
     return is_barrier or operation.has_effects or is_costly(operation)
 

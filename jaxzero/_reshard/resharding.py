@@ -225,12 +225,14 @@ def _route(
 ) -> Route | None:
     """Return the collectives of a move; None if the old and the new split do not fit each other.
 
+    A digit is a mesh axis of prime size; several make up an axis of the user's mesh (`Digits`).
+
     Args:
         leaf: the layout of the stored array.
         before: for each dim, the digits that split it before the move.
         target: the sharding of the result.
-        digits: the devices.
-        other: the digits of the target's mesh on `digits.mesh`; None: it has no such digits.
+        digits: the stored array's mesh, written as digits.
+        other: the target's mesh, its axes written as digits of `digits.mesh`; None: they cannot be.
     """
     if all(size == 1 for size in _parts(target, leaf)):
         after = ((),) * len(leaf.shape)
