@@ -120,10 +120,12 @@ class BlockRunner:
         """Execute instructions in their order."""
         for is_plain, run in itertools.groupby(listed, self._is_plain):
             if is_plain:
-                operations = (self.plan.block.operations[each.at] for each in run)
+                plain = list(run)
+                runs = (x for x in plain if type(x) is instructions.Run)
+                operations = (self.plan.block.operations[each.at] for each in runs)
                 equations = ((x.equation, x.inputs, x.outputs) for x in operations)
                 self.by_lag[0].update(emit(equations, self.read))
-                continue
+                run = (x for x in plain if type(x) is instructions.Drop)
             for each in run:
                 with self._region(each.at):
                     self._execute((each,))
@@ -272,9 +274,12 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction runs an equation as it is, on arrays as they are."""
+        """Return whether an instruction runs an equation as it is, on arrays as they are.
+
+        A `Drop` runs none, so equations before it and after it can be emitted together.
+        """
         if type(each) is not instructions.Run or is_simulating():
-            return False
+            return type(each) is instructions.Drop
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
         applied = (self._full_weight(views[x])[1] for x in operation.inputs if x in views)
         return may_be_copied(operation) and not any(applied)

@@ -318,14 +318,25 @@ def equations_inside(equation: Any) -> Iterator[Any]:
 def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to every equation of a jaxpr, closed or not, and of the jaxprs inside it.
 
-    Equations and jaxprs in which nothing changes are returned as the same objects.
+    Equations and jaxprs in which nothing changes are returned as the same objects. A jaxpr that
+    several equations share, as the layers of an unrolled model do, is rewritten once.
     """
-    if not isinstance(jaxpr, jex.Jaxpr):
-        inner = rewrite(jaxpr.jaxpr, change)
-        return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
-    equations = [change(with_inner(x, lambda inner: rewrite(inner, change))) for x in jaxpr.eqns]
-    is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
-    return jaxpr if is_same else jaxpr.replace(eqns=equations)
+    known: dict[int, tuple[Any, Any]] = {}  # by id, each jaxpr and its replacement
+
+    def rewritten(jaxpr: Any) -> Any:
+        if id(jaxpr) in known:
+            return known[id(jaxpr)][1]
+        if isinstance(jaxpr, jex.Jaxpr):
+            equations = [change(with_inner(x, rewritten)) for x in jaxpr.eqns]
+            is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
+            new = jaxpr if is_same else jaxpr.replace(eqns=equations)
+        else:
+            inner = rewritten(jaxpr.jaxpr)
+            new = jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+        known[id(jaxpr)] = jaxpr, new
+        return new
+
+    return rewritten(jaxpr)
 
 
 def is_traced(x: Any) -> bool:

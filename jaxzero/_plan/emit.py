@@ -89,6 +89,7 @@ class _Emitter:
         self._tied_to: Value | None = None  # the value of the last tie
         self._made_since = False  # whether a group of gradients was made since the last tie
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Gather] = {}
+        self._drops = {x.until for group in plan.gather_groups for x in group.gathers}
         # For each operation, the groups of weights for which something is done before it.
         self._gathers_at: dict[int | None, list[int]] = {}
         for i, group in enumerate(plan.gather_groups):
@@ -144,6 +145,8 @@ class _Emitter:
 
     def _gather(self) -> None:
         numbers = self._gathers_at.get(self.at, ())
+        if not numbers and not self.plan.loops:
+            return
         groups = [(i, self.plan.gather_groups[i]) for i in numbers]
         for i, group in groups:
             if group.fetch == self.at:
@@ -197,6 +200,8 @@ class _Emitter:
         self._full.update(((x.weight, x.ops), x) for x in gathers)
 
     def _drop(self) -> None:
+        if self.at not in self._drops:
+            return
         dead = tuple(key for key, gather in self._full.items() if gather.until == self.at)
         if dead:
             self.done.append(Drop(at=self.at, weights=dead))

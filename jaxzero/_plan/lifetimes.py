@@ -10,6 +10,7 @@ because they occupy memory for the least time (DeepSpeed's `stage3_max_reuse_dis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -34,17 +35,17 @@ class Gather:
     until: int  # the operation after which it is dropped
     keeps: bool = False  # whether the node slice is kept for later gathers (hpZ)
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The gathered array's full shape."""
         return View(self.weight, self.ops).shape
 
-    @property
+    @functools.cached_property
     def dtype(self) -> Any:
         """The gathered array's dtype."""
         return View(self.weight, self.ops).dtype
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of the gathered array."""
         return math.prod(self.shape)
