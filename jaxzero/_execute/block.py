@@ -281,8 +281,9 @@ class BlockRunner:
         if type(each) is not instructions.Run or is_simulating():
             return type(each) is instructions.Drop
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
-        applied = (self._full_weight(views[x])[1] for x in operation.inputs if x in views)
-        return may_be_copied(operation) and not any(applied)
+        if not may_be_copied(operation) or views.keys().isdisjoint(operation.inputs):
+            return may_be_copied(operation)
+        return not any(self._full_weight(views[x])[1] for x in operation.inputs if x in views)
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]

@@ -143,6 +143,7 @@ class _Copies:
         atoms = {**self.numbers, **dict(zip(self.inputs, call.invars, strict=True))}
         outputs = dict(zip(self.outputs, call.outvars, strict=True))
         source = call.source_info
+        sources: dict[int, Any] = {}  # by id of the name stack; most equations share theirs
         for equation, read, made in self.equations:
             pairs = zip(equation.invars, read, strict=True)
             operands = [x if isinstance(x, _Literal) else atoms[name] for x, name in pairs]
@@ -150,9 +151,10 @@ class _Copies:
             for var, name in zip(equation.outvars, made, strict=True):
                 result = atoms[name] = outputs.get(name) or jex.Var(var.aval)
                 results.append(result)
-            inner, info = equation.source_info.name_stack, source
-            if inner.stack:
-                info = source.replace(name_stack=source.name_stack + inner)
+            inner = equation.source_info.name_stack
+            if (info := sources.get(id(inner))) is None:
+                names = source.name_stack + inner
+                info = sources[id(inner)] = source.replace(name_stack=names)
             copy = equation.replace(invars=operands, outvars=results, source_info=info)
             yield from _expanded(copy)
 
