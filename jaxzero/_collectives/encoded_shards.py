@@ -195,7 +195,7 @@ class EncodedShards:
     def on_device(self, name: str, *, windowed: bool) -> EncodedShards:
         """Return these shards in device memory; see `copy_to_device` for the arguments."""
         data = copy_to_device(self.data, "weights", name, windowed=windowed)
-        return dataclasses.replace(self, data=data)
+        return self if data is self.data else dataclasses.replace(self, data=data)
 
     def layer(
         self, data: Shaped[Array, ...], kept: Shaped[Array, ...] | None = None

@@ -101,12 +101,10 @@ class BlockRunner:
         by_lag: ByLag | None = None,
         tick: Tick | None = None,
     ):
-        self.plan = plan
-        self.comm = comm
+        self.plan, self.comm, self.tick = plan, comm, tick
         self.gradients = GradientBuckets(plan, comm)
         self.updates = updates
         self.by_lag: ByLag = collections.defaultdict(dict, by_lag or {})
-        self.tick = tick
         self.starts: dict[int, LoopState] = {}
         self.updated: dict[int, list[Array]] = {}
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Any] = {}
@@ -125,7 +123,7 @@ class BlockRunner:
                 operations = (self.plan.block.operations[each.at] for each in runs)
                 equations = ((x.equation, x.inputs, x.outputs) for x in operations)
                 self.by_lag[0].update(emit(equations, self.read))
-                run = (x for x in plain if type(x) is instructions.Drop)
+                run = (x for x in plain if type(x) is instructions.Drop)  # all have been read
             for each in run:
                 with self._region(each.at):
                     self._execute((each,))
@@ -274,16 +272,12 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction runs an equation as it is, on arrays as they are.
-
-        A `Drop` runs none, so equations before it and after it can be emitted together.
-        """
+        """Return whether an instruction drops weights, or runs an equation on arrays as it is."""
         if type(each) is not instructions.Run or is_simulating():
             return type(each) is instructions.Drop
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
-        if not may_be_copied(operation) or views.keys().isdisjoint(operation.inputs):
-            return may_be_copied(operation)
-        return not any(self._full_weight(views[x])[1] for x in operation.inputs if x in views)
+        applied = (self._full_weight(views[x])[1] for x in operation.inputs if x in views)
+        return may_be_copied(operation) and not any(applied)
 
     def _run(self, each: instructions.Run) -> None:
         operation = self.plan.block.operations[each.at]

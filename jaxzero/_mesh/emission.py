@@ -152,7 +152,7 @@ class _Copies:
                 result = atoms[name] = outputs.get(name) or jex.Var(var.aval)
                 results.append(result)
             inner = equation.source_info.name_stack
-            if (info := sources.get(id(inner))) is None:
+            if (info := sources.get(id(inner)) if inner.stack else source) is None:
                 names = source.name_stack + inner
                 info = sources[id(inner)] = source.replace(name_stack=names)
             copy = equation.replace(invars=operands, outvars=results, source_info=info)

@@ -267,13 +267,13 @@ def evaluate(
     values = dict(zip(jaxpr.constvars, constants, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(var: Any) -> Any:
-        return literal(var.val) if isinstance(var, jex.Literal) else values[var]
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [literal(x.val) if isinstance(x, jex.Literal) else values[x] for x in atoms]
 
     for equation in jaxpr.eqns:
-        outputs = apply(equation, [read(var) for var in equation.invars])
+        outputs = apply(equation, read(equation.invars))
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return read(jaxpr.outvars)
 
 
 def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:

@@ -143,7 +143,8 @@ def _by_region(gathers: list[Gather]) -> Iterator[list[Gather]]:
 
 def _merged(gathers: Sequence[Gather]) -> Gather:
     """Merge gathers of a weight into one, which holds the weight from its first use to its last."""
-    return dataclasses.replace(gathers[0], until=gathers[-1].until)
+    first, last = gathers[0], gathers[-1]
+    return first if first is last else dataclasses.replace(first, until=last.until)
 
 
 def _held_within_limits(found: list[list[Gather]], live: Live) -> list[Gather]:

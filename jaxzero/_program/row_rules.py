@@ -119,7 +119,8 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
         state = combined(rows, operation, states, dims, frozenset())
         if name in ("mul", "div"):
             state = _with_factor(operation, states, state)
-        return [dataclasses.replace(state, index=_index(operation, states))]
+        index = _index(operation, states)
+        return [state if index is None else dataclasses.replace(state, index=index)]
     sums, mixings = _sums(operation, states, bool(dims))
     state = combined(rows, operation, states, dims, sums, mixings)
     return [_with_factor(operation, states, state) if name in ("mul", "div") else state]
@@ -181,6 +182,8 @@ def _with_factor(operation: Operation, states: Sequence[State], state: State) ->
 
     Depending on the other factor, such a mixing becomes a statistic, a ratio or a product.
     """
+    if not state.mixings:
+        return state
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
         functions = [x for x in this.mixings if x.kind == "function"]

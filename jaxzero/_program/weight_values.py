@@ -82,16 +82,16 @@ class Fixed:
                 if given in self.views:
                     self.views.add(out)
             return
-        weights: list[Weights] = []
+        made_of: list[Weights] = []
         for atom in operation.inputs:
-            if (made_of := self.of(atom)) is None:
+            if (weights := self.of(atom)) is None:
                 return
-            weights.append(made_of)
+            made_of.append(weights)
         if isinstance(operation, Loop):
             return
         if operation.name == "axis_index" or exchanged_or_effect(operation):
             return
-        self.weights |= dict.fromkeys(operation.outputs, frozenset().union(*weights))
+        self.weights |= dict.fromkeys(operation.outputs, frozenset().union(*made_of))
         if operation.source in self.views and operation.view() is not None:
             self.views |= {*operation.outputs}
 
