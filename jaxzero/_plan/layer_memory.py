@@ -179,7 +179,7 @@ class LayerMemory:
         first, last = np.searchsorted(self._made_at, [layer.start, layer.stop])
         made, read, sizes = (x[first:last] for x in (self._made_at, self._read_at, self._sizes))
         if others:
-            sizes = sizes * [x not in others for x in self._values[first:last]]
+            sizes = sizes * np.array([x not in others for x in self._values[first:last]], bool)
         change = np.zeros(len(layer) + 1, np.int64)
         np.add.at(change, made - layer.start, sizes)
         np.subtract.at(change, np.minimum(read + 1, layer.stop) - layer.start, sizes)
