@@ -2,10 +2,11 @@
 
 In: the path of a JSON file, and a table of kinds by key. Out: values of the right type and range,
 or a `ValueError` that names the file and the key. The readers of `config.json` and `ds_config.json`
-use it.
+use this module.
 
 Python converts too readily: `True` is an integer, `"false"` is true, NaN is a number. A kind
-accepts an integer, a number, a flag or a text in a range, and nothing that only converts to it.
+(`Kind`) accepts values of one type in a range, such as integers from 1 to 8. It accepts no boolean
+in place of a number, no text in place of a boolean, and no NaN.
 """
 
 import dataclasses
@@ -26,18 +27,18 @@ LARGEST = 2**31 - 1  # sizes and positions are int32
 def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Values are not checked: NaN and Infinity are read as Python reads them, so that `JsonKeys` can
-    name the key that holds them.
+    Values are not checked. NaN and Infinity are read as Python's `json` reads them, so that
+    `JsonKeys` can name the key that holds them.
 
     Args:
         path: the JSON file.
-        remedy: what to do about a damaged file, for messages.
+        remedy: advice for messages about a file that cannot be read or holds no object.
 
     Raises:
-        ValueError: it is not a regular file (but a directory, pipe or device), is larger than 16
-            MiB, is not JSON in UTF-8, nests deeper than 64 levels, holds a key twice, or is not an
-            object.
-        OSError: it cannot be read.
+        ValueError: the path is that of a directory, pipe or device; or the file is larger than 16
+            MiB, is not JSON in UTF-8, nests deeper than 64 levels, holds a key twice, or holds
+            something other than an object.
+        OSError: the file cannot be read.
     """
     try:
         text = read_regular(path, MOST_BYTES).decode()
@@ -104,7 +105,10 @@ def integer(least: int = 1, most: int = LARGEST) -> Kind:
 
 
 def whole(least: int, most: int) -> Kind:
-    """Return the kind that accepts integers in `[least, most]`, also those written as 5e8."""
+    """Return the kind that accepts whole numbers in `[least, most]`, and reads them as `int`.
+
+    Unlike `integer`, it accepts 5e8 and 2.0.
+    """
 
     def accepts(value: Any) -> bool:
         return type(value) in (int, float) and least <= value <= most and value == int(value)
@@ -138,7 +142,7 @@ def number(
 
 
 def zero_or(kind: Kind) -> Kind:
-    """Return the kind that accepts 0 and whatever `kind` accepts."""
+    """Return the kind that accepts 0 and every value that `kind` accepts."""
     return Kind(
         f"0, or {kind.text}",
         lambda value: (type(value) in (int, float) and value == 0) or kind.accepts(value),
@@ -153,9 +157,10 @@ def one_of(*choices: str) -> Kind:
 
 
 def exactly(only: Any) -> Kind:
-    """Return the kind that accepts `only` or an equal number, and reads both as `only`.
+    """Return the kind that accepts a single value, `only`, and reads it as `only`.
 
-    If `only` is false or 0, null is accepted too.
+    If `only` is a number, it may be written as an integer or not, such as 1 or 1.0. If `only` is
+    false, 0 or empty, null is accepted too.
     """
 
     def accepts(value: Any) -> bool:
@@ -170,7 +175,7 @@ def exactly(only: Any) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Return the kind that accepts null, read as None, and whatever `kind` accepts."""
+    """Return the kind that accepts null, read as None, and every value that `kind` accepts."""
     return Kind(
         f"{kind.text}, or null",
         lambda value: value is None or kind.accepts(value),
@@ -224,7 +229,7 @@ class JsonKeys:
         where: the name of the file, for messages.
         remedy: advice for messages about a wrong value.
         missing: advice for messages about a missing key.
-        defaults: values of keys that the object does not have.
+        defaults: values for keys that the object may lack. They are not checked.
         prefix: for a nested object, what messages write before its keys, such as "optimizer.".
     """
 
@@ -248,17 +253,18 @@ class JsonKeys:
         self._prefix = prefix
 
     def __contains__(self, key: str) -> bool:
-        """Return True if the object itself has the key, even with the value null.
+        """Return True if the object has the key, even with the value null.
 
-        Defaults do not count.
+        A key that has only a default does not count.
         """
         return key in self._content
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key, or its default.
+        """Return the value of a key, converted by its kind, or the key's default.
 
         Raises:
-            ValueError: the value is not of the key's kind, or there is neither value nor default.
+            ValueError: the value is not of the key's kind, or the key has neither a value nor a
+                default.
         """
         value = self.get(key, _NO_DEFAULT)
         if value is _NO_DEFAULT:
@@ -266,9 +272,10 @@ class JsonKeys:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key.
+        """Return the value of a key, converted by its kind.
 
-        If the object lacks the key, return its value in `defaults`; without one, `default`.
+        If the object lacks the key, return the key's entry in the `defaults` of this object, or
+        `default` if there is no such entry.
 
         Raises:
             ValueError: the value is not of the key's kind.
@@ -285,9 +292,10 @@ class JsonKeys:
         return kind.convert(value)
 
     def section(self, key: str) -> "JsonKeys":
-        """Return the nested object that a key holds.
+        """Return the nested object that a key holds, checked like this one.
 
-        If the value is null or missing, return the key's default; without one, an empty object.
+        If the value is null or missing, return the key's default, or an empty object if the key
+        has none.
 
         Raises:
             ValueError: the value is neither an object nor null.
@@ -298,7 +306,7 @@ class JsonKeys:
         return self._nested(value or self._defaults.get(key) or {}, f"{self._prefix}{key}.")
 
     def over(self, other: "JsonKeys") -> "JsonKeys":
-        """Merge two objects; where both have a key, the result has the value of `self`."""
+        """Return the union of two objects; where both have a key, the value of `self` counts."""
         merged = {**other._content, **self._content}
         return self._nested(merged, self._prefix if self._content else other._prefix)
 
@@ -313,7 +321,7 @@ class JsonKeys:
     def error(self, key: str, what: str, *, remedy: str | None = None) -> ValueError:
         """Return an error with the text "`key` in 'path' {what}. {remedy}".
 
-        Without `remedy` the text ends with the advice for wrong values that the object was given.
+        Without `remedy`, the text ends with the `remedy` that this object was made with.
         """
         where = f"`{self._prefix}{key}` in {self._where}"
         return ValueError(f"{where} {what}. {remedy or self._remedy}")

@@ -5,12 +5,12 @@
 
 A scan runs over chunks of tokens, so that only the logits of one chunk exist at a time. If the
 weights of the losses are given, forward computes the gradients too, while it has a chunk's logits.
-Otherwise it keeps `total`, one number per token, and backward computes the logits again:
+Otherwise forward keeps `total`, one number per token, and backward computes the logits again:
 
     dloss / dlogits = (1 + 2 z total) exp(logits - total) - onehot(label)
 
-A chunk takes every n-th token of each row, so that each of n iterations has tokens of all parts of
-a row: where rows or tokens are split over devices, all of them work in each iteration.
+With n chunks, a chunk is every n-th token of each row. So each chunk has tokens from all parts of a
+row; and where rows or tokens are split over devices, every device works in each iteration.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ def softmax_cross_entropy(
     holds the logits of all tokens, `tokens * vocabulary` numbers, and as many for their gradient.
     This function holds the logits and gradients of `chunk` tokens of each row only.
 
-    The head is cast to the dtype of `hidden`, as in other layers. If `hidden` has 16 bits, matrix
-    products are summed in float32. The softmax, the losses and the sum of the head's gradient over
-    tokens are float32 too, and the gradient is rounded once. Under `jz.Zero` the head is gathered
-    at most once in forward and once in backward, and held between chunks.
+    The head is cast to the dtype of `hidden`. If `hidden` has 16 bits, matrix products are summed
+    in float32. The softmax, the losses and the sum of the head's gradient over tokens are float32
+    too, and the head's gradient is rounded once, after this sum. Under `jz.Zero` the head is
+    gathered at most once in forward and once in backward, and held between chunks.
 
     With `weights`, the result is what `zero.value_and_grad(..., weighted=True)` expects of a loss,
     and logits are computed once: when differentiated, forward computes the gradients too. Without
@@ -101,10 +101,10 @@ def softmax_cross_entropy(
 
 
 def _cut(x: Array, dim: int, num_chunks: int) -> Array:
-    """Pad dim `dim`, that of tokens, and cut it: `[chunks, *rows, tokens of a chunk, ...]`.
+    """Split the tokens of an array into chunks: `[chunks, *rows, tokens of a chunk, ...]`.
 
-    Padding is zeros. So padding tokens have label 0; the caller gives their losses the weight 0, or
-    cuts them off.
+    `x` is `[*rows, tokens, ...]`, and `dim` is the dim of tokens, which is padded with zeros first.
+    So padding tokens have label 0. The caller drops their losses, or gives them the weight 0.
     """
     added = -x.shape[dim] % num_chunks
     if added:
@@ -115,7 +115,10 @@ def _cut(x: Array, dim: int, num_chunks: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """The options that define the loss, with its formula and that of its gradients."""
+    """The options that define the loss; methods compute it and its gradients for one chunk.
+
+    In a chunk, `hidden` is `[*rows, tokens, width]` and `labels` is `[*rows, tokens]`.
+    """
 
     vocabulary_dim: int
     scale: float
@@ -123,7 +126,7 @@ class _Form:
     z_loss: float
 
     def losses(self, hidden: Array, head: Array, labels: Array) -> tuple[Array, Array, Array]:
-        """Return the loss, the logits and `total` of each token of a chunk."""
+        """Return the loss, the logits and `total` (see the module) of each token of a chunk."""
         logits = _product(hidden, head, 1 - self.vocabulary_dim)
         logits = logits if self.scale == 1 else logits * self.scale
         if self.soft_cap is not None:
@@ -140,7 +143,8 @@ class _Form:
     ) -> tuple[Array, Array]:
         """Return the gradients of `sum(g * losses)` with respect to `hidden` and `head`.
 
-        The gradient of `head` is not rounded below 32 bits.
+        `logits` and `totals` are those that `losses` returned. The gradient of `head` has at least
+        32 bits, and the form of `_sum_over_tokens`.
         """
         gradient = ((1 + 2 * self.z_loss * totals) * g)[..., None] * jnp.exp(
             logits - totals[..., None]
@@ -157,7 +161,7 @@ class _Form:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(form: _Form, hidden: Array, head: Array, labels: Array) -> Array:
-    """Return the losses of all chunks; `hidden`, `labels` and the result are `[chunks, ...]`."""
+    """Return the losses of all tokens; `hidden`, `labels` and the result are `[chunks, ...]`."""
     return _losses_forward(form, hidden, head, labels)[0]
 
 
@@ -190,7 +194,7 @@ _losses.defvjp(_losses_forward, _losses_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weights: Array) -> Array:
-    """Return the sum of all losses times `weights`, which are constants.
+    """Return the sum over all tokens of their losses times `weights`, which have no gradient.
 
     All arrays but `head` have a leading dim of chunks.
     """
@@ -200,9 +204,10 @@ def _weighted_sum(form: _Form, hidden: Array, head: Array, labels: Array, weight
 def _weighted_sum_forward(
     form: _Form, hidden: Array, head: Array, labels: Array, weights: Array
 ) -> tuple[Array, Any]:
-    """Return the weighted sum, and its gradients to `hidden` and `head` from the same logits.
+    """Return the weighted sum, and its gradients with respect to `hidden` and `head` for backward.
 
-    Backward has only to multiply these gradients by the cotangent of the sum.
+    All are computed from the same logits. Backward multiplies the gradients by the cotangent of the
+    sum.
     """
 
     def step(head_gradient: Array, chunk: Any) -> tuple[Array, Any]:
@@ -234,7 +239,7 @@ def _sum(losses: Array, weights: Array) -> Array:
 
 
 def _product(x: Array, matrix: Array, dim: int) -> Array:
-    """Contract the last dim of `x` with dim `dim` of a matrix, and sum in 32 bits or more."""
+    """Contract the last dim of `x` with dim `dim` of `matrix`, with sums in 32 bits or more."""
     dims = (((x.ndim - 1,), (dim,)), ((), ()))
     return jax.lax.dot_general(x, matrix, dims, preferred_element_type=widened(x.dtype))
 
@@ -242,9 +247,10 @@ def _product(x: Array, matrix: Array, dim: int) -> Array:
 def _sum_over_tokens(x: Array, y: Array) -> Array:
     """Return the sum over tokens of the outer products of their vectors, in 32 bits or more.
 
-    Where tokens are split over devices, each device keeps its own sum: `[devices, *sum]`. The sums
-    of the devices are added up once, after the last chunk (`_sum_of_parts`), and not by a
-    collective in each chunk.
+    A token has a vector in `x` and one in `y`, both `[*rows, tokens, features]`. Where tokens are
+    split over devices, each device keeps its own sum, and the result is `[devices, *sum]`. These
+    sums are added up once, after the last chunk (`_sum_of_parts`), and not by a collective in each
+    chunk.
     """
     num = _num_parts(x)
     if num > 1:
@@ -258,7 +264,7 @@ def _sum_over_tokens(x: Array, y: Array) -> Array:
 
 
 def _zeros_of_parts(head: Array, hidden: Array, dtype: np.dtype) -> Array:
-    """Return zeros in the shape and sharding of what `_sum_over_tokens` returns for a chunk."""
+    """Return zeros in the shape and sharding of the head's gradient by `_sum_over_tokens`."""
     num = _num_parts(hidden)
     if num == 1:
         return jnp.zeros(head.shape, dtype)

@@ -1,6 +1,7 @@
-"""Import the modules of a package when their names are first used.
+"""Import the modules of a package when a name that they define is first used.
 
-For modules that are slow to import, and for those that need packages of an extra.
+This serves modules that are slow to import, and modules that need packages which only an extra of
+pyproject.toml installs.
 """
 
 import contextlib
@@ -16,10 +17,10 @@ def imported_on_first_use(
     """Make a `__getattr__` for a package that imports a name's module when the name is first read.
 
     Args:
-        package: its `__name__`.
+        package: the `__name__` of the package.
         names: for each name, the module in the package that defines it, and the extra of
-            pyproject.toml that the module needs; None: it needs none. Where the extra is not
-            installed, the error names it.
+            pyproject.toml that the module needs, or None. Where packages of the extra are not
+            installed, reading the name raises an `ImportError` that names the extra.
     """
 
     def find(name: str) -> Any:
@@ -34,7 +35,7 @@ def imported_on_first_use(
 
 @contextlib.contextmanager
 def extra_for(what: str, extra: str) -> Iterator[None]:
-    """Raise an error that names the extra to install, if the body imports a missing package.
+    """Raise an `ImportError` that names an extra if the `with` block imports a missing package.
 
     Args:
         what: the beginning of the message, such as "`name` needs".
@@ -43,7 +44,7 @@ def extra_for(what: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        missing = error.__cause__ or error  # of a name that is imported on first use
+        missing = error.__cause__ or error  # the cause, if a name was imported on first use
         if not isinstance(missing, ModuleNotFoundError):
             raise
         raise ImportError(
@@ -57,8 +58,11 @@ def exported_on_first_use(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make a `__getattr__` and a `__dir__` for a package whose modules are slow to import.
 
+    `__getattr__` imports the module of a name when the name is first read. `__dir__` lists all
+    names, also those of modules that are not imported yet.
+
     Args:
-        package: its `__name__`.
+        package: the `__name__` of the package.
         modules: for each module in the package, the names that it exports, separated by spaces.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}

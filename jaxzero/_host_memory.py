@@ -6,7 +6,7 @@ import os
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that the kernel can give to new arrays; None if the system does not tell."""
+    """Return the bytes of host memory that are available; None if the system does not tell."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

@@ -25,9 +25,9 @@ def regular_size(path: Path) -> int:
     """Return the size in bytes of a regular file, without opening it.
 
     Raises:
-        IrregularFile: it is a pipe, a device or a socket.
-        IsADirectoryError: it is a folder.
-        OSError: it is missing or cannot be looked at.
+        IrregularFile: the path is that of a pipe, a device or a socket.
+        IsADirectoryError: the path is that of a folder.
+        OSError: the file is missing, or its folder cannot be searched.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -55,8 +55,9 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        IrregularFile: it is a pipe, a device or a socket, or has more than `max_bytes`.
-        OSError: it is missing, a folder, or cannot be read.
+        IrregularFile: the path is that of a pipe, a device or a socket, or the file has more than
+            `max_bytes`.
+        OSError: the file is missing or cannot be read, or the path is that of a folder.
     """
     with open_regular(path) as file:
         content = file.read(max_bytes + 1) if _size(file) <= max_bytes else None

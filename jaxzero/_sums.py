@@ -1,4 +1,4 @@
-"""Choose the dtype in which narrow floats are added up."""
+"""Choose the dtype in which floats of few bits are added up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import DTypeLike
 
 
 def widened(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype to sum in: float32 for narrower floats, otherwise `dtype` itself.
+    """Return the dtype in which to sum floats of `dtype`: itself, or float32 if that has more bits.
 
     A sum in 16 bits would lose its small terms.
     """

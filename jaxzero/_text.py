@@ -34,8 +34,8 @@ def escaped(text: object, *, most: int = _MAX_CHARACTERS) -> str:
     """Format a text for a message without quotes, with the escapes of `shown`.
 
     Args:
-        text: the text.
-        most: a longer text is cut off after so many characters.
+        text: the text, or an object whose `str` is the text.
+        most: the number of characters after which a longer text is cut off, with `...`.
     """
     start = str(text)[: most + 1]
     visible = "".join(each if each.isprintable() else repr(each)[1:-1] for each in start)
@@ -43,7 +43,10 @@ def escaped(text: object, *, most: int = _MAX_CHARACTERS) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Format the first three names of a list, and say how many more there are."""
+    """Format the first three names of a list, with the number of the remaining ones.
+
+    An example is "'a', 'b', 'c' and 2 more".
+    """
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(shown(name) for name in names[:3]) + rest
 

@@ -1,4 +1,4 @@
-"""Issue warnings that name the line of the user's code, also from deep inside JAX."""
+"""Issue warnings that name a line of the user's code, also from deep inside JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ INSIDE = ("jaxzero", "jax", "jaxtyping", "beartype", "contextlib", "functools")
 
 
 def warn(message: str) -> None:
-    """Issue a `UserWarning` for the innermost line on the stack outside of JAX and this package."""
+    """Issue a `UserWarning` that names the line of user code which called into this package.
+
+    It is the innermost line on the call stack that is outside of the packages in `INSIDE`.
+    """
     level, frame = 1, sys._getframe()
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -24,7 +27,7 @@ def warn(message: str) -> None:
 
 
 class RowsMixedWarning(UserWarning):
-    """The warning that a function combines rows of a batch, other than in a sum or mean of them.
+    """The warning that a loss combines rows of a batch, other than in a sum or mean over all rows.
 
     An example is to divide by a mean over rows. Each device divides by the mean over its own rows,
     so the result differs from that of one device that has all rows.
@@ -35,13 +38,16 @@ _shown: dict[str, dict] = {}  # by file, Python's registry of the warnings that 
 
 
 def warn_at(message: str, category: type[Warning], file: str, line: int) -> None:
-    """Issue a warning for a line of the user's code that need not be on the stack."""
+    """Issue a warning for a line of a source file, which need not be on the call stack.
+
+    Python shows it once for a line, message and category, unless filters say otherwise.
+    """
     warnings.warn_explicit(message, category, file, line, registry=_shown.setdefault(file, {}))
 
 
 @functools.cache
 def is_of_user(file: str) -> bool:
-    """Return True if a source file is of the user, not of Python, jaxzero or another package."""
+    """Return True if a source file is neither Python's, jaxzero's nor of an installed package."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.add(str(Path(__file__).parent))
     is_installed = any(x in file for x in ("site-packages", "dist-packages", "<frozen "))

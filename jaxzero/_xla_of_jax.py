@@ -1,7 +1,7 @@
-"""Define flags for differences between the versions of XLA that supported versions of JAX have.
+"""Define flags for what the XLA of the installed version of JAX does.
 
-They are for the installed version. `IS_BEFORE_0_11` is true for older versions; the other flags are
-true for newer versions.
+Supported versions of JAX come with versions of XLA that differ. `IS_BEFORE_0_11` is true for
+versions of JAX before 0.11. Each other flag is true from some version of JAX on.
 """
 
 from typing import Final
@@ -10,7 +10,7 @@ import jax
 
 _VERSION: Final = jax.__version_info__
 
-IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # other compiler options exist, or help
+IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # compiler options differ, and which of them help
 
 # On CPUs a matrix product has the same bits whether one operation reads it or two.
 PRODUCTS_MAY_BE_READ_TWICE: Final = _VERSION >= (0, 11)

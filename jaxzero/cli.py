@@ -67,9 +67,12 @@ _COMMANDS = {chosen.name: settings for settings, chosen in map(get_args, get_arg
 
 
 def _parsed(arguments: Sequence[str]) -> Any:
-    """Parse a command line to the command's dataclass of settings.
+    """Parse a command line, and return the settings: an instance of the command's dataclass.
 
     Each command has a parser of its own, so that errors point to the command's `--help`.
+
+    Raises:
+        ValueError: there is no such command, or a flag is repeated that takes one value.
     """
     shape = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
@@ -119,7 +122,10 @@ def _check_repeated(arguments: Sequence[str], settings: Any) -> None:
 
 
 def _single(settings: Any) -> Iterator[str]:
-    """Yield the flags that take one value, of all fields and nested dataclasses of `settings`."""
+    """Yield the flags, such as `--steps`, that take one value and may not be repeated.
+
+    `settings` is a dataclass; fields of dataclasses nested in it are flags too.
+    """
     hints = get_type_hints(settings, include_extras=True)
     for field in dataclasses.fields(settings):
         kind = hints[field.name]
@@ -137,10 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
-        0, or 2 for a mistake in the arguments, 74 if a file cannot be read or written, or 130 after
-        Ctrl-C. `jaxzero verify` also returns 1 if something is wrong; `jaxzero train` 75 after
-        SIGTERM, 76 if another process is lost, and 77 if training diverged; `jaxzero launch` the
-        status of the first process that failed.
+        0 on success; 2 for a mistake in the arguments; 74 if a file cannot be read or written; 130
+        after Ctrl-C. `jaxzero verify` returns 1 if it finds something wrong. `jaxzero train`
+        returns 75 after SIGTERM, 76 if another process is lost, and 77 if training diverged.
+        `jaxzero launch` returns the status of the first process that failed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console, errors = Console(), Console(stderr=True)
@@ -185,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the exit status of an error whose message suffices; None if it needs a traceback."""
+    """Return the exit status of an error whose message is enough; None if it needs a traceback."""
     causes = [*distributed.causes(error)]
     if any(isinstance(cause, TimeoutError) for cause in causes):
         return PEER_LOST
@@ -196,7 +202,7 @@ def _status_of(error: Exception) -> int | None:
 
 
 def resume_command(arguments: Sequence[str], name: str | None) -> str:
-    """Return the command line that continues the run `name`, which `arguments` started."""
+    """Return the command line that resumes the run `name`, which was started with `arguments`."""
     words = ["jaxzero", *arguments]
     if not any(word.split("=")[0] == "--name" for word in words):
         words += ["--name", str(name)]
@@ -218,5 +224,5 @@ def _text_of(error: Exception) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape the markup of rich, and control characters that a terminal would obey."""
+    """Escape what rich would read as markup, and control characters that a terminal would obey."""
     return escape("".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in text))

@@ -5,9 +5,10 @@
     class MyHop(extend.GradientHop): ...                         # jz.PerAxis(node=MyHop())
     extend.register_compiler_options("cuda", {...})              # jz.compiler_options("cuda")
 
-Pass an instance of a subclass where the library takes one of its own. Decoder families and forms of
-checkpoints are in `jaxzero.interop`: `DecoderFamily`, `CheckpointForm`. `docs/howto/extending.md`
-and `docs/howto/extending_checkpoints.md` show one of each.
+Pass an instance of your subclass where the library takes an instance of one of its own subclasses.
+The base classes of decoder families and of forms of checkpoints are in `jaxzero.interop`:
+`DecoderFamily` and `CheckpointForm`. `docs/howto/extending.md` and
+`docs/howto/extending_checkpoints.md` show one of each.
 """
 
 from ._codecs import BlockCodec as BlockCodec

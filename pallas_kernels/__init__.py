@@ -1,9 +1,10 @@
 """Kernels that quantize arrays into messages of codes and scales, and dequantize them.
 
 In: arrays cut into shards, and a `Format`. Out: messages in bytes, and the arrays or sums that they
-hold. The codecs use it.
+hold. The codecs of jaxzero call this package.
 
-Each operation has a reference in `jax.numpy`, a Pallas kernel for GPUs, and one dispatcher:
+Each operation has a reference in `jax.numpy`, a Pallas kernel for GPUs, and one function
+that chooses between both:
 
     from jaxzero import pallas_kernels as pk
 

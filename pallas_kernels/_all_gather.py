@@ -20,7 +20,7 @@ from ._tile import clipped
 
 
 class AllGather(Block):
-    """A thread block of the all-gather kernel."""
+    """The operations of a thread block of the all-gather kernel."""
 
     name: ClassVar[str] = "quantized_all_gather"
 
@@ -45,7 +45,10 @@ def all_gather(
     dtype: DTypeLike,
     parts: Sequence[int] = (),
 ) -> Float[Array, "o n i"]:
-    """All-gather `x_oi` as `_collectives.gather_reference` does; compiles, never executed."""
+    """All-gather `x_oi` by one kernel, which compiles, never executed.
+
+    The result is that of `_collectives.gather_reference`.
+    """
     outer, inner = x_oi.shape
     tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oi[:, None])

@@ -5,16 +5,14 @@ scale `s = max|x| / limit`, where `limit` is the largest code, so that nothing c
 `x` is the one nearest to `x / s`, or with stochastic rounding one of the two around it.
 
 [Note: exact zeros] A rotation would turn an exact zero among other numbers into a rounding error,
-and Adam moves a weight by its rate for a gradient of any size. So a block that holds an exact zero
-is not rotated: zero has the code 0, and a number that is 0 on every device stays 0 in the sum. The
-sign of the scale, which is not needed otherwise, tells the two kinds of blocks apart: in a format
-that rotates, the scale of an unrotated block is negative. Receivers add up rotated and unrotated
-blocks separately, and rotate back the sum of the rotated ones.
+and Adam moves a weight by its learning rate for a gradient of any size. So a block that holds an
+exact zero is not rotated: zero has the code 0, and a number that is 0 on every device stays 0 in
+the sum. The sign of the scale, which is not needed otherwise, tells the two kinds of blocks apart:
+in a format that rotates, the scale of an unrotated block is negative. Receivers add up rotated and
+unrotated blocks separately, and rotate back the sum of the rotated ones.
 
 Quotients are written as products with a reciprocal. XLA turns some quotients into such products but
 not all, and codes would then depend on what an encoder is compiled together with.
-
-Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
 
 Legend: k = blocks of a row, b = elements of a block, m = bytes, `rows` = any leading dims.
 
@@ -86,13 +84,14 @@ def _index(x_kb: Shaped[Array, "*rows k b"]) -> UInt32[Array, "*rows k b"]:
 def scales(
     largest: Float32[Array, "*shape"], limit: float, dtype: DTypeLike, divisor: int = 1
 ) -> Float32[Array, "*shape"]:
-    """Return the scale of each block of `x / divisor`, exactly as sent, given its largest `|x|`.
+    """Return the scale of each block of `x / divisor`, with the bits that its message holds.
 
-    It is NaN for a block that is not all finite. `x / divisor` itself is never computed (`divide`).
+    `largest` is the largest `|x|` of each block, `limit` the largest code, and `dtype` the type of
+    scales in messages. A block that is not all finite gets the scale NaN.
 
     A bfloat16 scale is rounded up: one that is too small would clip the largest number. It is
-    rounded on its bits, and stays a float32 here: XLA may drop a cast to bfloat16 and back, and the
-    codes would then belong to another scale than the one sent.
+    rounded on its bits, and returned as float32: XLA may drop a cast to bfloat16 and back, and the
+    codes would then belong to another scale than the one in the message.
     """
     exact = jnp.maximum(largest * not_above(1 / (limit * divisor)), TINY)
     scale = jnp.where(jnp.isfinite(largest), exact, jnp.nan)
@@ -106,15 +105,15 @@ def scales(
 def not_above(x: float) -> np.float32:
     """Return the largest float32 that is not above `x`.
 
-    With `not_above(1 / limit)` as the factor, a block whose largest number is `limit * s`, for a
-    bfloat16 `s`, gets the scale `s`, which is not rounded up to the next bfloat16.
+    `scales` multiplies by `not_above(1 / limit)`. If the largest number of a block is `limit * s`,
+    for a bfloat16 `s`, the product is then at most `s`, and rounding up makes it `s`.
     """
     nearest = np.float32(x)
     return nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0))
 
 
 def has_zero(x: Float[Array, "*shape"], axis: int) -> Bool[Array, "*rest"]:
-    """Return whether there is a zero along `axis`, which is kept as a dim of 1.
+    """Return whether `x` has an exact zero along `axis`, which is kept as a dim of size 1.
 
     On platforms that treat numbers below 2**-126 as zeros, such numbers count as zeros.
     """
@@ -122,9 +121,10 @@ def has_zero(x: Float[Array, "*shape"], axis: int) -> Bool[Array, "*rest"]:
 
 
 def scales_of(scale: Float32[Array, "*shape"], *, rotated: bool) -> Float32[Array, "*shape"]:
-    """Return the scales of rotated blocks, and 0 for unrotated ones; or the other way round.
+    """Return the magnitudes of the scales of one kind of blocks, and 0 for the other kind.
 
-    `rotated` says which. NaN stays NaN. See [Note: exact zeros].
+    The kinds are the rotated and the unrotated blocks, told apart by the sign of `scale` ([Note:
+    exact zeros]); `rotated` chooses one. NaN stays NaN.
     """
     return jnp.maximum(scale if rotated else -scale, 0)
 
@@ -155,7 +155,7 @@ def divide(
     scale_dtype: DTypeLike,
     divisor: int = 1,
 ) -> Float32[Array, "*rows k b"]:
-    """Return `x / (scale * divisor)`, clipped to `limit`, which rounding might exceed.
+    """Return `x / (scale * divisor)`, clipped to +-`limit`, since a rounding error may exceed it.
 
     Each number is multiplied by one factor. With two factors, some versions of XLA would multiply
     the factors with each other first, and others would not.
@@ -180,9 +180,9 @@ def refine(
     """Return the correctly rounded reciprocal of bfloat16 scales, given an approximation, `first`.
 
     A GPU's reciprocal (`rcp.approx`, which both XLA and Mosaic use) may be off by one unit in the
-    last place. This is a step of Newton's method. A scale has 8 bits, so its products with the
-    halves of the reciprocal's 24 bits are exact, and so is the error computed from them. For scales
-    above 2**100 the lower half could underflow, and `first` is returned unchanged.
+    last place. This function does one step of Newton's method. A scale has 8 bits, so its products
+    with the halves of the reciprocal's 24 bits are exact, and so is the error computed from them.
+    For scales above 2**100 the lower half could underflow, and `first` is returned unchanged.
     """
     bits = lax.bitcast_convert_type(first, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
@@ -197,10 +197,11 @@ def uniforms(
     start: int = 0,
     index_kb: UInt32[Array, "*rows k b"] | None = None,
 ) -> Float32[Array, "*rows k b"]:
-    """Return pseudo-random numbers in [0, 1): hashes of seed, scale, index in the row, and number.
+    """Return a pseudo-random number in [0, 1) for each element, to round it stochastically.
 
-    The first element of a row has index `start`. `index_kb` gives the indices if the elements of
-    `x_kb` are not in the order of the row.
+    The number is a hash of `seed`, the block's scale, the element, and its index in its row. The
+    first element of a row has the index `start`. `index_kb` gives the indices of elements that are
+    not in the order of the row; `start` is added to them.
     """
     index = (_index(x_kb) if index_kb is None else index_kb) + jnp.uint32(start)
     return uniforms_at(index, x_kb, scale_k[..., None], seed)
@@ -212,7 +213,7 @@ def uniforms_at(
     scale: Float32[Array, "*#shape"],
     seed: UInt32[Array, ""],
 ) -> Float32[Array, "*shape"]:
-    """Return `uniforms` for numbers `x` at `index` in their rows, given each one's scale."""
+    """Return the random numbers of `uniforms`, given the index and the scale of each element."""
     key = mix(lax.bitcast_convert_type(scale, jnp.uint32) ^ mix(seed))
     h = index * jnp.uint32(0x9E3779B9) + key
     h = mix(h ^ lax.bitcast_convert_type(x, jnp.uint32))
@@ -229,7 +230,10 @@ def mix(h: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 def round_to_integer(
     x: Float32[Array, "*shape"], u: Float32[Array, "*shape"] | None
 ) -> Float32[Array, "*shape"]:
-    """Round to the nearest integer, ties to even; with `u`, up if `u < x - floor(x)`, else down."""
+    """Round to the nearest integer, ties to even; or stochastically, by random numbers `u`.
+
+    Numbers `u` are in [0, 1): `x` is rounded up if `u < x - floor(x)`, and down otherwise.
+    """
     if u is None:
         return jnp.round(x)
     below = jnp.floor(x)
@@ -239,10 +243,10 @@ def round_to_integer(
 def round_to_float(
     x: Float32[Array, "*shape"], u: Float32[Array, "*shape"] | None, dtype: DTypeLike
 ) -> Float[Array, "*shape"]:
-    """Round to an 8-bit float type whose range contains `x`; with `u`, stochastically.
+    """Round to an 8-bit float type whose range contains `x`; or stochastically, by numbers `u`.
 
-    The 8-bit floats around `x` are multiples of a power of two. Products with it, and with its
-    reciprocal, are exact, so `round_to_integer` does the rounding.
+    The 8-bit floats around `x` are multiples of a power of two. Products with that power, and with
+    its reciprocal, are exact. So `x` is divided by it, rounded to an integer, and multiplied by it.
     """
     if u is None:
         return x.astype(dtype)
@@ -258,19 +262,22 @@ def round_to_float(
 def rotate(
     x_kb: Float32[Array, "*rows k b"], num: int, width: int = GROUP
 ) -> tuple[Float32[Array, "*rows k b"], Bool[Array, "*rows k"], Float32[Array, "*rows k"]]:
-    """Multiply each full group of 32 by H/32, where H is Hadamard's matrix of +1 and -1.
+    """Multiply each group of 32 numbers by H/32, where H is Hadamard's matrix of +1 and -1.
 
-    An outlier is spread over its group, which then needs a smaller scale. No sum overflows.
-    Elements of a row of `num` that are in no full group are divided by 8, to shrink about as much.
+    This spreads an outlier over its group, which then needs a smaller scale. No sum overflows.
     Blocks with an exact zero in a full group are not changed ([Note: exact zeros]).
 
-    `width` is the size of the matrix by which blocks are multiplied: several groups, side by side,
-    fill the 128 lanes of a TPU, which would pad 32 numbers to 128. The number of elements in all
-    blocks is a multiple of `width`.
+    Args:
+        x_kb: rows, cut into blocks.
+        num: elements of a row without padding. If the last ones do not fill a group, they are
+            divided by 8 instead, and so shrink about as much.
+        width: size of the matrix by which the numbers are multiplied, which has H/32 along its
+            diagonal: 128 fills the lanes of a TPU. It divides the elements of all blocks of a row.
 
     Returns:
-        The blocks; whether each is unchanged; and its largest magnitude. That is computed for both
-        forms of a block, so that XLA:CPU does not write the chosen form to memory.
+        The blocks; whether each block is unchanged; and the largest magnitude in each. The
+        magnitudes are computed from `x_kb` and from its product, so that XLA:CPU does not write
+        the returned blocks to memory for them.
     """
     whole = num // GROUP * GROUP
     tested_kb = x_kb
@@ -287,10 +294,10 @@ def rotate(
 def unrotate(
     x_kb: Float32[Array, "*rows k b"], num: int, width: int = GROUP
 ) -> Float32[Array, "*rows k b"]:
-    """Multiply each full group of 32 by H, the inverse of H/32; `width` as in `rotate`.
+    """Multiply each full group of 32 by H, the inverse of H/32; `num` and `width` as in `rotate`.
 
-    Sums of codes are exact in any order. Sums of numbers, as of several messages, are rounded up
-    to 31 times.
+    If `x_kb` are codes, sums in the product are exact. If they are sums of several messages, each
+    element of the product is rounded up to 31 times.
     """
     return _rotate(x_kb, num, 1.0, _TAIL, width)
 
@@ -311,9 +318,10 @@ def _rotate(
 
 
 def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]:
-    """Return bfloat16 numbers whose exact sum is `x`, smallest first: one, or three for a float32.
+    """Return bfloat16 arrays whose exact sum is `x`: `x` itself if it is bfloat16, else three.
 
-    They are cut off on their bits, because XLA may drop a cast to bfloat16 and back.
+    The one with the smallest numbers is first. They are made of the bits of `x`, because XLA may
+    drop a cast to bfloat16 and back.
     """
     if x.dtype == jnp.bfloat16:
         return [x]
@@ -326,7 +334,7 @@ def bfloat16_parts(x: Float[Array, "*shape"]) -> list[BFloat16[Array, "*shape"]]
 
 
 def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
-    """Return a block-diagonal matrix: Hadamard's 32 x 32 matrix for each group of 32 in `width`."""
+    """Return a matrix with Hadamard's 32 x 32 matrix, repeated, along its diagonal; 0 elsewhere."""
     signs = np.ones((1, 1), np.float32)
     while len(signs) < GROUP:
         signs = np.block([[signs, signs], [signs, -signs]])
@@ -336,8 +344,8 @@ def hadamard(width: int) -> Float32[np.ndarray, "width width"]:
 def pack(codes_kb: UInt8[Array, "*rows k b"], num: int, bits: int) -> UInt8[Array, "*rows m"]:
     """Pack the first `num` codes of each row to bytes; pairs of 4-bit codes share a byte.
 
-    A pair is codes `i` (in the lower half of the byte) and `i + b/2` of a block. In a partial
-    block, the codes of a pair are half of that block's size apart.
+    A pair consists of the codes `i` (in the lower half of the byte) and `i + b/2` of a block. In
+    a last block with fewer codes, the codes of a pair are half of that number apart.
     """
     check_packable(bits)
     if bits == 8:

@@ -148,7 +148,7 @@ def gather_reference(
     seed: UInt32[Array, ""],
     dtype: DTypeLike,
 ) -> Float[Array, "o n i"]:
-    """Quantize, all-gather the messages, dequantize."""
+    """Quantize `x_oi`, all-gather the messages, and dequantize those of all devices, in XLA."""
     # Without the barrier XLA may move the quantization behind the all-gather (jax issue 23543).
     (message,) = lax.optimization_barrier(reference.quantize(x_oi[:, None], format, seed))
     messages = lax.all_gather(message, axis)
@@ -159,7 +159,7 @@ def gather_reference(
 def scatter_reference(
     x_oni: Float[Array, "o n i"], axis: str, format: Format, seed: UInt32[Array, ""]
 ) -> Float32[Array, "o i"]:
-    """Quantize, exchange messages by all-to-all, dequantize and sum in the order of devices."""
+    """Quantize `x_oni`, exchange messages by all-to-all, and sum them in the order of devices."""
     outer, _, inner = x_oni.shape
     # The barrier keeps the quantization before the exchange, as in `gather_reference`.
     messages = lax.optimization_barrier(reference.quantize(x_oni, format, seed))
@@ -170,7 +170,10 @@ def scatter_reference(
 def _of_parts(
     one: Callable[[Array], Array], x: Shaped[Array, "... i"], parts: Sequence[int]
 ) -> Array:
-    """Apply the collective `one` to each part of the last dim by itself."""
+    """Apply the collective `one` to each part of the last dim, and concatenate the results.
+
+    `parts` are the sizes of the parts; if there are less than two, `x` is one part.
+    """
     if len(parts) < 2:
         return one(x)
     ends = itertools.accumulate(parts)
@@ -179,7 +182,7 @@ def _of_parts(
 
 
 def _check_parts(parts: Sequence[int], shape: tuple[int, ...], dim: int) -> None:
-    """Raise `ValueError` unless `parts`, if any, are the columns of one row of `shape`."""
+    """Raise `ValueError` unless `parts` is empty, or `shape` is a row of `sum(parts)` numbers."""
     if parts and (len(shape) != 2 or shape[0] != 1 or dim or sum(parts) != shape[1]):
         raise ValueError(
             f"`parts` must add up to the columns of one row for each device, along `dim` 0; got "
@@ -193,8 +196,14 @@ def exchange_bytes(
 ) -> tuple[int, ...]:
     """Return the bytes that the kernel stores into the memory of each peer, for each of `parts`.
 
-    They are more than `Format.num_bytes` of an array of `shape`, since the kernel sends whole
-    tiles.
+    Without `parts`, the result has one entry, for the whole array. The bytes are more than
+    `Format.num_bytes` says, since the kernel sends whole tiles.
+
+    Args:
+        shape: shape of the array that one device sends to another.
+        dim: dimension along which arrays are gathered, or sums are divided.
+        format: wire format.
+        parts: as in `quantized_all_gather`.
     """
     from ._remote import RemoteConfig, Tiling  # Pallas is only imported where it is used
 
@@ -203,7 +212,7 @@ def exchange_bytes(
 
 
 def exchange_gap(format: Format) -> str | None:
-    """Return why no kernel does a whole exchange in `format`; None if one does."""
+    """Return why no single kernel can gather or reduce-scatter in `format`; None if one can."""
     if (reason := dispatch.kind_gap("mosaic_gpu", format.kind)) is not None:
         return reason
     if format.hadamard:
@@ -214,7 +223,7 @@ def exchange_gap(format: Format) -> str | None:
 
 
 def remote_gap(platform: str) -> str | None:
-    """Return why devices of a platform cannot run the kernels; None if they can."""
+    """Return why devices of a platform cannot run these single kernels; None if they can."""
     if (reason := dispatch.gap("mosaic_gpu", jnp.float32, 0)) is not None:
         return reason
     from . import _memory  # Pallas is only imported where it is used
@@ -231,7 +240,19 @@ def _wants_kernel(
     size: int,
     result: DTypeLike | None = None,
 ) -> bool:
-    """Return whether the kernel is requested; raise if it cannot handle up to `size` elements."""
+    """Return whether `implementation` names the kernel; raise if the kernel cannot be used.
+
+    Args:
+        implementation: the name that the caller gave.
+        x: this device's array.
+        format: wire format.
+        size: the largest number of elements that the kernel reads or writes.
+        result: dtype of the result; None for that of `x`.
+
+    Raises:
+        ValueError: `implementation` is unknown.
+        NotImplementedError: the kernel is named and cannot do this.
+    """
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(
             f'`implementation` must be "xla", "mosaic_gpu" or None; got {implementation!r}.'

@@ -1,9 +1,9 @@
 """Encode and decode messages in columns, by kernels in programs for TPUs and by XLA elsewhere.
 
-A kernel is used only for pieces whose rows are not cut into parts, for blocks of 128 to 1024
-numbers with integer codes, and inside a `shard_map` over all axes (`_column_walk`). It is not used
-if the caller names the implementation "xla", which is both a promise and a way to do without
-kernels.
+A message holds the quantized numbers of a piece of an array, as `_columns` describes. A kernel is
+used only for pieces whose rows are not cut into parts, for blocks of 128 to 1024 numbers with
+integer codes, and inside a `shard_map` over all axes (`_column_walk`). If the caller names the
+implementation "xla", no kernel is used.
 
 Letters in shapes: as in `_columns`.
 """
@@ -31,7 +31,7 @@ def quantize(
     divisor: int,
     implementation: Implementation | None,
 ) -> UInt8[Array, "n t r"]:
-    """Encode the pieces of `x / divisor` as messages in columns."""
+    """Encode each piece, divided by `divisor`, as a message in columns."""
     num, *shape = pieces.shape
 
     def in_xla(pieces: Any, seed: Any) -> Any:
@@ -62,7 +62,7 @@ def dequantize(
     dtype: DTypeLike,
     implementation: Implementation | None,
 ) -> Float[Array, "n ..."]:
-    """Decode messages in columns to their pieces, each of `shape`."""
+    """Decode each message in columns to its piece, of `shape`."""
 
     def in_xla(message: Any) -> Any:
         return _columns.from_blocks(_columns.decode(message, format, shape, dtype), shape)
@@ -128,9 +128,10 @@ def dequantize_sum_requantize(
     divisor: int,
     implementation: Implementation | None,
 ) -> UInt8[Array, "num t2 r2"]:
-    """Sum messages of pieces of `shape`; encode `num` pieces of the sum divided by `divisor`.
+    """Decode and sum messages, divide the sum by `divisor`, and encode `num` pieces of it.
 
-    Rows must not be cut into parts, and both formats must have the same block size.
+    The sum has `shape`, and is cut along `dim`. Neither its rows nor those of a piece may be cut
+    into parts, and both formats must have the same block size.
     """
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
 
@@ -169,7 +170,10 @@ def dequantize_sum_requantize(
 
 
 def _choose(walk: Walk | None, by_kernel: Any, in_xla: Any, *operands: Any) -> Any:
-    """Call `by_kernel` in programs for TPUs if there is a `walk`, and `in_xla` otherwise."""
+    """Return `by_kernel(*operands)` in programs for TPUs, and `in_xla(*operands)` in others.
+
+    If `walk` is None, the kernel cannot handle the operands, and `in_xla` is called everywhere.
+    """
     if walk is None:
         return in_xla(*operands)
     return lax.platform_dependent(*operands, tpu=by_kernel, default=in_xla)

@@ -3,19 +3,19 @@
 XLA compiles an operation on columns as five to ten fusions, each unrolled over many tiles, and does
 so anew for every shape. In a kernel, a grid walks over a message, 128 columns and a chunk of blocks
 at a time, and a loop walks over the blocks of a chunk. A block, which is a matrix of `b` x 128, is
-read, rotated, rounded and packed; or it is decoded, added up and rotated back. That takes a
-thirtieth of the instructions.
+read, rotated, rounded and packed; or it is decoded, added up and rotated back. A kernel has a
+thirtieth of the instructions of the fusions.
 
-When a message is written, its scales, whose rows follow those of codes, are kept in the core's
-memory until the last step of the grid writes them. When a message is read, its scales are a second
-block of the array.
+In a message, the rows of scales follow those of codes. A kernel that writes a message keeps scales
+in the core's memory until the last step of its grid writes them. A kernel that reads a message gets
+it as two operands: one is read by blocks of codes, the other by blocks of scales.
 
 The bits are those of `_columns`, except that a sum of products may be rounded in another order.
 None of these kernels was ever executed on a TPU; they are tested in Pallas' interpreter.
 
 Letters in shapes: n = messages that are added up; p = pieces; k = blocks in a column; b = numbers
-in a block; t = rows in a message; r = columns of a message; s = rows of scales; h = rows of codes
-in a block. One step sees 128 columns, and the rows of a chunk, m.
+in a block; t = rows in a message; r = columns of a message; h = rows of codes in a block. A step of
+the grid sees 128 columns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def quantize(
     divisor: int = 1,
     interpret: bool = False,
 ) -> UInt8[Array, "p t r"]:
-    """Encode the pieces of a matrix `x / divisor` as messages."""
+    """Encode each piece, a matrix that is divided by `divisor`, as a message in columns."""
     num, rows, _ = pieces.shape
     target = Rows(format, walk.num_blocks)
 
@@ -95,7 +95,7 @@ def dequantize_sum(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> Float[Array, "p rows w"]:
-    """Decode the messages of each piece of `rows` rows, and add them up."""
+    """Decode the `n` messages of each piece, and add them up; a piece has `rows` rows."""
     num, pieces, _, _ = message.shape
     source = Rows(format, walk.num_blocks)
 
@@ -155,13 +155,13 @@ def dequantize_sum_requantize(
     divisor: int = 1,
     interpret: bool = False,
 ) -> UInt8[Array, "num t2 r2"]:
-    """Sum messages, divide, and encode `num` pieces of `rows` rows.
+    """Sum messages, divide the sum by `divisor`, and encode `num` pieces of it as messages.
 
     Args:
-        message: the messages of each sender, one for each piece (`cut` is `num`). Or `cut` is 1,
-            and a sender's only message holds all pieces. A piece is then some blocks of each
-            column, of which there are `source_blocks`, or some columns, in whole rows of lanes.
-        walk: over a piece.
+        message: of each of `n` senders, a message for each piece (`cut` is `num`), or one for all
+            (`cut` is 1): a piece is then some blocks of each column, or a multiple of 128 columns.
+        walk: how the grid walks over a piece.
+        rows: rows of a piece; source_blocks: blocks in a column of `message`.
     """
     senders, cut, _, _ = message.shape
     read, write = Rows(source, source_blocks), Rows(target, walk.num_blocks)
@@ -212,12 +212,12 @@ _PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", 
 
 
 def _hadamard() -> Float[Array, "128 128"]:
-    """Return Hadamard's matrix; bfloat16 holds it exactly."""
+    """Return a matrix of four Hadamard matrices along its diagonal, exact in bfloat16."""
     return jnp.asarray(blocks.hadamard(_MATRIX), jnp.bfloat16)
 
 
 def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
-    """Return arguments of `pl.pallas_call` for messages that a kernel writes, a chunk at a time."""
+    """Return the output arguments of `pl.pallas_call` for `num` messages, written by chunks."""
     lanes = math.ceil(rows / LANES) * LANES
     shape = (num, target.of_codes + target.of_scales, lanes)
     block = (1, walk.chunk * target.of_block, LANES)
@@ -228,9 +228,9 @@ def _message(num: int, rows: int, target: Rows, walk: Walk) -> dict[str, Any]:
 
 
 def _source_specs(num: int, source: Rows, walk: Walk, place: Any) -> list[pl.BlockSpec]:
-    """Return the specs of what a grid step reads of `num` messages: codes of a chunk, and scales.
+    """Return the specs of the two blocks of `num` messages that a grid step reads: codes, scales.
 
-    `place` maps the indices of the step to those of a piece, a chunk and 128 columns.
+    `place` maps the three indices of the step to those of a piece, a chunk and 128 columns.
     """
     block = (num, 1, walk.chunk * source.of_block, LANES)
     end = source.num_blocks // walk.chunk
@@ -243,7 +243,7 @@ def _source_specs(num: int, source: Rows, walk: Walk, place: Any) -> list[pl.Blo
 
 
 def _memory(rows: Rows, *num: int) -> Any:
-    """Allocate VMEM for the rows of scales, with one byte in each int32."""
+    """Return the scratch shape, in VMEM, of scales in 128 columns: one byte in each int32."""
     return pltpu.VMEM((*num, rows.of_scales, LANES), jnp.int32)
 
 
@@ -262,9 +262,9 @@ def _write(
     walk: Walk,
     divisor: int,
 ) -> None:
-    """Encode the blocks of a chunk, `block(i)`; or, in the last grid step, write the scales.
+    """Encode and write the blocks of a chunk; in the last step of a piece, write its scales.
 
-    The numbers that `block` returns are exact in `dtype`.
+    `block(i)` returns block `i` of the chunk, whose numbers are exact in `dtype`.
     """
     chunk, first_row, format = pl.program_id(2), pl.program_id(1) * LANES, target.format
 
@@ -305,9 +305,9 @@ def _encoded(
     target: Rows,
     divisor: int,
 ) -> tuple[Int32[Array, "h 128"], Float32[Array, "1 128"]]:
-    """Return the codes of block `k` of each column, one byte in each int32, and the scales.
+    """Encode block `k` of each column: return its codes, a byte in each int32, and its scales.
 
-    The first column is row `first_row` of the piece.
+    The first of the 128 columns is row `first_row` of the piece.
     """
     format, width = target.format, target.num_blocks * target.format.block
     largest = jnp.max(jnp.abs(x_br), axis=0, keepdims=True)
@@ -327,7 +327,7 @@ def _encoded(
 
 
 def _read_scales(sent_ref: Any, scales_ref: Any) -> None:
-    """In the first grid step for 128 columns, copy the bytes of their scales to VMEM."""
+    """Copy the bytes of the scales from `sent_ref` to VMEM, in the first step for 128 columns."""
 
     @pl.when(pl.program_id(2) == 0)
     def _keep():
@@ -348,10 +348,10 @@ def _sum(
     matrix: Float[Array, "128 128"] | None,
     dtype: DTypeLike,
 ) -> Float32[Array, "b 128"]:
-    """Decode block `k` of each message, and add up the messages; the block is at `i` in its chunk.
+    """Decode block `k` of a column in each message, and sum over messages.
 
-    If there is a `matrix`, rotated blocks are rotated back with it. The numbers of each message are
-    rounded to `dtype` before they are added.
+    `codes_ref` holds a chunk, whose block `i` this is. Rotated blocks are rotated back by `matrix`,
+    if given. Each message's numbers are rounded to `dtype` before they are added.
     """
 
     def decoded(sender: Any) -> Float32[Array, "b 128"]:
@@ -368,7 +368,7 @@ def _sum(
 
 
 def _unpacked(packed: Int32[Array, "h 128"], bits: int) -> Int32[Array, "b 128"]:
-    """Unpack codes to one int32 for each number, sign-extended."""
+    """Return codes as int32, one for each number, with their sign."""
     if bits == 8:
         return (packed << 24) >> 24
     return jnp.concatenate(((packed << 28) >> 28, (packed << 24) >> 28))
@@ -377,7 +377,7 @@ def _unpacked(packed: Int32[Array, "h 128"], bits: int) -> Int32[Array, "b 128"]
 def _rotated(
     parts_br: list[BFloat16[Array, "b 128"]], matrix: Float[Array, "128 128"]
 ) -> Float32[Array, "b 128"]:
-    """Multiply each group of numbers by a matrix; the numbers are the sums of `parts_br`."""
+    """Multiply each 128 rows of the sum of `parts_br` by `matrix`."""
     plain = (((1,), (0,)), ((), ()))
 
     def product(i: int) -> Float32[Array, "128 128"]:
@@ -391,7 +391,7 @@ def _rotated(
 def _scale(
     scales_ref: Any, sender: Any, k: Int32[Array, ""], source: Rows
 ) -> Float32[Array, "1 128"]:
-    """Return the scale of block `k` in each of the 128 columns of one message."""
+    """Return the scales of block `k` in 128 columns of the message of `sender`."""
     size, bits = source.format.scale_bytes, jnp.int32(0)
     for plane in range(size):
         byte = scales_ref[sender, pl.ds(plane * source.num_blocks + k, 1), :]

@@ -1,9 +1,10 @@
 """Plan how kernels for TPUs walk over a message in columns, and decide which messages they take.
 
-A grid step takes 128 columns of a message and `chunk` of its blocks. The rows of scales, behind
-those of codes, are one more chunk, so a chunk has at least as many rows. The core's memory holds
-the input and output of a step twice, since the next step is loaded while one is computed. It also
-holds the scales of 128 columns, in 32 bits for each byte, from the first step to the last.
+A message encodes a piece of an array in columns, as in `_columns`: it has rows of codes, then rows
+of scales. A grid step takes 128 columns of a message and a chunk of its blocks. The rows of scales
+are one more chunk, so a chunk has at least as many rows. The core's memory (VMEM) holds the input
+and output of a step twice, since the next step is loaded while one is computed. It also holds the
+scales of 128 columns, in 32 bits for each byte, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Rows:
 
     @property
     def of_block(self) -> int:
-        """The number of rows that the codes of one block take."""
+        """Number of rows that hold the codes of one block."""
         return self.format.code_bytes(self.format.block)
 
     @property
@@ -43,13 +44,13 @@ class Rows:
 
     @property
     def of_scales(self) -> int:
-        """The number of rows that the scales take, filled up to whole tiles."""
+        """Number of rows that hold the scales of all blocks, filled up to whole tiles."""
         rows = self.num_blocks * self.format.scale_bytes
         return math.ceil(rows / TILE_ROWS) * TILE_ROWS
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of VMEM that the scales of 128 columns take."""
+        """Bytes of VMEM that hold the scales of 128 columns."""
         return 4 * self.of_scales * LANES
 
 
@@ -93,10 +94,11 @@ class Walk:
 
 
 def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:
-    """Return whether the kernels can handle these formats and numbers of type `dtype`.
+    """Return whether the kernels can be called here, for these formats and numbers of `dtype`.
 
-    They can if codes are integers, and a block fills matrices of 128 x 128. XLA cannot partition a
-    kernel, so the caller must be traced in a `shard_map` over all axes of the mesh.
+    They can if codes are integers, blocks have 128 to 1024 numbers, and numbers are bfloat16 or
+    float32. XLA cannot partition a kernel, so the caller must also be traced in a `shard_map` over
+    all axes of the mesh.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return (
@@ -108,7 +110,7 @@ def takes(*formats: Format, dtype: DTypeLike = jnp.float32) -> bool:
 
 
 def _is_bound(axis: str) -> bool:
-    """Return whether collectives over a mesh axis can be called here."""
+    """Return whether the caller is traced in a `shard_map` over the mesh axis."""
     try:
         lax.axis_size(axis)
     except NameError:

@@ -1,16 +1,18 @@
-"""Messages as columns, for TPUs: `[messages, t, rows]`, of arrays whose blocks are along a dim.
+"""Encode arrays, on TPUs, as messages `[messages, t, columns]`, in which a column holds a row.
 
-A TPU keeps the last two dims of an array in tiles, and computes with rows of 128 lanes. Here a
-piece `[rows, width]` is transposed, so that row `j` of the piece is column `j` of the message: the
-numbers of a block are then below each other, and 128 blocks are side by side. Maxima, products with
+An array is cut into pieces, and each piece becomes a message. The blocks of a piece lie along its
+rows. A TPU keeps the last two dims of an array in tiles, and computes with rows of 128 lanes. So a
+piece `[rows, width]` is transposed: row `j` of the piece is column `j` of the message. The numbers
+of a block are then below each other, and 128 blocks are side by side. Maxima, products with
 a scale and the packing of codes are operations between whole rows of lanes, and no number leaves
 its lane. If blocks were along the lanes, nearly all numbers would move. XLA writes and reads the
-array around it (a weight, a gradient) transposed, as it does for matrix products. If a piece has
+decoded array (a weight, a gradient) transposed, as it does for matrix products. If a piece has
 few rows, each row is cut into parts, and the columns are part 0 of all rows, then part 1 and so on.
 
 The first rows of a message are codes: 8-bit codes in the order of the piece's columns, 4-bit codes
 in pairs, `i` and `i + b/2` of a block in one byte. Then follow byte 0 of the scales, byte 1 and so
-on, filled up with zeros to tiles of 32 rows. The decoded numbers are those of the messages in rows.
+on, filled up with zeros to tiles of 32 rows. Decoded numbers equal those of `_reference`, whose
+messages are rows of bytes.
 
 Letters in shapes: n = messages; k = blocks in a column; b = numbers in a block; r = columns; h =
 bytes that hold the codes of a block; t = rows in a message.
@@ -37,10 +39,10 @@ _MATRIX = 128  # rows of the matrix of a rotation: four groups
 
 
 def num_parts(shape: tuple[int, ...], format: Format) -> int:
-    """Return into how many parts each row of a piece is cut, so that few lanes are empty.
+    """Return into how many parts each row of a piece of `shape` is cut, to fill the lanes.
 
-    Parts are whole blocks. A piece of `shape` with many rows has 1 part. 0 means that, with any
-    number of parts, too many of the 128 lanes are empty, so that messages cannot be columns.
+    A part is some whole blocks. If a piece has many rows, the result is 1. If too many of the 128
+    lanes are empty with any number of parts, it is 0: the messages cannot be columns.
     """
     rows, width = math.prod(shape[:-1]), shape[-1]
     if not rows or not width or width % format.block:
@@ -61,7 +63,7 @@ def _lanes(num: int) -> int:
 
 
 def to_blocks(pieces: Float[Array, "n ..."], format: Format) -> Float[Array, "n k b r"]:
-    """Transpose pieces, and cut their columns into blocks; columns added as padding are zero."""
+    """Transpose pieces, cut their columns into blocks, and add columns of zeros to fill lanes."""
     num, *shape = pieces.shape
     parts = num_parts(tuple(shape), format)
     rows, width = math.prod(shape[:-1]), shape[-1] // parts
@@ -103,7 +105,7 @@ def encode(
     seed: UInt32[Array, ""],
     divisor: int = 1,
 ) -> UInt8[Array, "n t r"]:
-    """Encode `x / divisor` as messages; `x_nkbr` are the blocks of pieces of `shape`."""
+    """Encode blocks, divided by `divisor`, as messages, each of a piece of `shape`."""
     is_kept_nkr = None
     if format.hadamard:
         rotated = _rotated(x_nkbr, 1 / blocks.GROUP)
@@ -128,7 +130,7 @@ def encode(
 def decode(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dtype: DTypeLike
 ) -> Float[Array, "n k b r"]:
-    """Decode messages of pieces of `shape` to blocks, as `dtype`."""
+    """Decode messages, each of a piece of `shape`, to blocks of numbers of `dtype`."""
     x_nkbr, scale_nk1r = _read(message, format, shape)
     # Rotated before the product with scales: codes are exact in bfloat16, and so are their sums.
     if format.hadamard:
@@ -140,7 +142,7 @@ def decode(
 def _read(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> tuple[Float32[Array, "n k b r"], Float32[Array, "n k 1 r"]]:
-    """Return the numbers that codes stand for, and the scales, negative for unrotated blocks."""
+    """Return the codes of messages as numbers, not yet scaled, and the scales with their sign."""
     num, _, rows = message.shape
     width = shape[-1] // num_parts(shape, format)
     num_blocks, size = width // format.block, format.code_bytes(format.block)
@@ -153,16 +155,17 @@ def _read(
 def decode_sum(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...]
 ) -> Float32[Array, "1 k b r"]:
-    """Decode the messages of pieces of `shape`, and add them up."""
+    """Decode messages, each of an array of `shape`, and return the blocks of their sum."""
     return _sum(message[:, None], format, shape)
 
 
 def decode_sum_and_cut(
     message: UInt8[Array, "n t r"], format: Format, shape: tuple[int, ...], dim: int, num: int
 ) -> Float32[Array, "num k b columns"]:
-    """Decode and add up messages, and cut the sum into `num` pieces along `dim`, as blocks.
+    """Decode and sum messages, and return the blocks of `num` pieces of the sum.
 
-    The rows of the sum and of a piece must not be cut into parts (`num_parts` is 1).
+    The sum, of `shape`, is cut along `dim`. The rows of the sum and of a piece must not be cut into
+    parts (`num_parts` is 1).
     """
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim:-1]) // num
     if dim == len(shape) - 1:
@@ -178,7 +181,7 @@ def decode_sum_and_cut(
 def cut_columns(
     message: UInt8[Array, "n t r"], num: int, size: int
 ) -> UInt8[Array, "n num t lanes"]:
-    """Cut messages into those of `num` pieces of `size` columns each."""
+    """Cut each message into the messages of `num` pieces, of `size` columns each, padded."""
     ends = range(size, num * size + 1, size)
     cut = [lax.slice_in_dim(message, end - size, end, axis=2) for end in ends]
     return jnp.stack([_filled(x) for x in cut], axis=1)
@@ -187,11 +190,11 @@ def cut_columns(
 def _sum(
     message: UInt8[Array, "n p t r"], format: Format, shape: tuple[int, ...]
 ) -> Float32[Array, "p k b r"]:
-    """Decode the messages of each of `p` pieces of `shape`, and add up those of its `n` senders.
+    """Decode the messages of each of `p` pieces of `shape`, and sum them over the `n` senders.
 
-    If the format rotates, a TPU rotates each message back. Other platforms rotate back their sum,
-    as the other implementations do. A TPU's matrix unit multiplies codes exactly in one pass; sums
-    in float32 take three passes, which also compile for longer.
+    If the format rotates, a TPU rotates each message back: its matrix unit multiplies codes exactly
+    in one pass. Other platforms rotate back only the sum, which is float32; a TPU would need three
+    passes for that, and longer to compile.
     """
     if not format.hadamard:
         decoded = functools.partial(decode, format=format, shape=shape, dtype=jnp.float32)
@@ -207,7 +210,7 @@ def _sum_of(
     decoded: Callable[[UInt8[Array, "p t r"]], Float32[Array, "p k b r"]],
     message: UInt8[Array, "n p t r"],
 ) -> Float32[Array, "p k b r"]:
-    """Decode the messages of each sender, and sum over senders."""
+    """Apply `decoded` to the messages of each sender, and sum the results over senders."""
     if len(message) > blocks.ADDED:
         return blocks.add_up(jax.vmap(decoded)(message))
     # Messages are cut apart before they are decoded: XLA then fuses decoding with the additions,
@@ -237,9 +240,10 @@ def _sum_rotated_after(
 
 
 def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k r b"]:
-    """Return the index of each number in its flattened piece.
+    """Return the index of each number in its flattened piece, for stochastic rounding.
 
-    In columns of padding the indices have no meaning.
+    `shape` is that of the result: of blocks whose last two dims are swapped. `piece` is the shape
+    of a piece. In columns of padding the indices have no meaning.
     """
     k, column, b = (lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in (1, 2, 3))
     rows = jnp.uint32(math.prod(piece[:-1]))
@@ -248,7 +252,7 @@ def _index(shape: tuple[int, ...], piece: tuple[int, ...]) -> UInt32[Array, "n k
 
 
 def _rotated(x_nkbr: Float[Array, "n k b r"], factor: float) -> Float32[Array, "n k b r"]:
-    """Multiply each group of 32 by Hadamard's matrix and `factor`, a power of two."""
+    """Multiply each group of 32 numbers by Hadamard's matrix, and by `factor`, a power of two."""
     num, _, block, rows = x_nkbr.shape
     width = min(block, _MATRIX)
     matrix = blocks.hadamard(width) * np.float32(factor)
@@ -272,11 +276,11 @@ def _product(
 def _product_in_parts(
     matrix: Float32[np.ndarray, "w w"], x_nkwr: Float[Array, "n k w r"]
 ) -> Float32[Array, "n k w r"]:
-    """Compute `_product` as a TPU multiplies: in bfloat16, with sums in float32.
+    """Multiply each group of `x_nkwr` by `matrix` on a TPU: in bfloat16, summed in float32.
 
-    The matrix is exact in bfloat16, and a float32 is the sum of three bfloat16, so all products are
-    exact. XLA by itself would also multiply by the rest of the matrix in float32, which is zero,
-    and compile four times as long.
+    The matrix is exact in bfloat16, and a float32 is the sum of three bfloat16 parts, so all
+    products are exact. XLA by itself would also cut the matrix into parts, of which all but one are
+    zero, and take four times as long to compile.
     """
     wide = (((2,), (0,)), ((), ()))
     products = [
@@ -300,7 +304,7 @@ def _packed(codes_nkbr: UInt8[Array, "n k b r"], bits: int) -> UInt8[Array, "n k
 
 
 def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "n k b r"]:
-    """Unpack codes to one per byte, in blocks; 4-bit codes are sign-extended."""
+    """Return codes, one per byte, from bytes that hold one or two; 4-bit codes with their sign."""
     if bits == 8:
         return packed_nkhr
     num, num_blocks, half, rows = packed_nkhr.shape
@@ -315,7 +319,7 @@ def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "
 
 
 def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Array, "n _ r"]:
-    """Return byte 0 of all scales, then byte 1 of all, and so on; a bfloat16 has two bytes."""
+    """Return byte 0 of all scales, then byte 1 of all, and so on; a bfloat16 scale has two."""
     bits = lax.bitcast_convert_type(scale_nkr, jnp.uint32)
     first = 4 - format.scale_bytes
     return lax.concatenate(
@@ -326,7 +330,7 @@ def _scale_bytes(scale_nkr: Float32[Array, "n k r"], format: Format) -> UInt8[Ar
 def _read_scales(
     message: UInt8[Array, "n t r"], start: int, num_blocks: int, format: Format
 ) -> Float32[Array, "n k r"]:
-    """Read scales from the rows of messages from `start` on; the reverse of `_scale_bytes`."""
+    """Read scales from messages, whose rows of scales begin at `start`; undoes `_scale_bytes`."""
     first, bits = 4 - format.scale_bytes, jnp.uint32(0)
     for i in range(format.scale_bytes):
         begin = start + i * num_blocks

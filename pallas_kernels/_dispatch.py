@@ -1,8 +1,8 @@
-"""Choose the implementation of each operation.
+"""Quantize and dequantize by the implementation that a caller names, or by the default.
 
-`None` takes the default, which can do everything. A named implementation is used, or refused with
-the reasons before anything is traced. Whether there is a GPU is not checked here, because a program
-may be traced on one machine for another; JAX checks it when it compiles.
+The default (`None`) can do everything. A named implementation that cannot do an operation raises an
+error with the reason before anything is traced. Whether there is a GPU is not checked here, because
+a program may be traced on one machine for another; JAX checks it when it compiles.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def quantize(
     """Write each piece of an array as a message.
 
     Args:
-        x: cut into `n` pieces along its middle dim; a piece is `x[:, p].reshape(-1)`. Rows of an
-            array [n, i] are `x[None]`.
+        x: array of `n` pieces along its middle dim; piece `p` is `x[:, p].reshape(-1)`. To encode
+            the rows of an array `y` [n, i], pass `y[None]`.
         format: format of the messages.
         seed: seed of stochastic rounding; None means 0.
         divisor: number that `x` is divided by. The quotient is rounded only once, when it is
@@ -81,8 +81,8 @@ def dequantize(
         message: the message of each piece, such as an all-gather returns. A kernel reads columns
             of a larger array (`InPlace`) without a copy.
         format: format of the messages.
-        outer: product of the dims before the one that was cut. With 1, `[0]` of the result is the
-            rows `[n, i]`.
+        outer: product of the dims before the one that was cut. If it is 1, `result[0]` holds the
+            pieces as rows, `[n, i]`.
         inner: elements of a piece for each of the `outer` indices.
         dtype: dtype of the result.
         implementation: "xla" or "mosaic_gpu".
@@ -133,7 +133,7 @@ def dequantize_sum_requantize(
     place: Place | None = None,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "k _"]:
-    """Sum messages, and write pieces of the sum as messages again: the middle of qgZ.
+    """Sum messages, and write pieces of the sum as messages: what qgZ does between its two hops.
 
     A kernel keeps the sum in registers. If the two formats have different block sizes, blocks
     cross pieces, or a format rotates, there are two kernels, and the sum lies in memory between
@@ -183,7 +183,7 @@ def _check(place: Place | None, rows: int, size: int) -> None:
 
 
 def as_uint32(seed: Integer[Array, ""] | int | None) -> UInt32[Array, ""]:
-    """Convert a seed to the uint32 that is hashed; None becomes 0."""
+    """Convert a seed to uint32, the type that the hashes take; None becomes 0."""
     if seed is None or isinstance(seed, int):
         return jnp.uint32((seed or 0) % 2**32)
     return seed.astype(jnp.uint32)
@@ -232,5 +232,5 @@ def _implementation(
 
 
 def _for(module: Any, message: UInt8[Array, "n m"] | InPlace) -> Any:
-    """Cut messages out of a larger array for the reference; only kernels read them in place."""
+    """Return messages as `module` reads them: as an array of their own unless it has kernels."""
     return cut_out(message) if module is _reference else message

@@ -20,7 +20,7 @@ Kind = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 
 @dataclasses.dataclass(frozen=True)
 class CodeKind:
-    """The properties of a kind of codes: the quantized numbers in a message.
+    """The properties of one kind of codes. Codes are the quantized numbers in a message.
 
     Attributes:
         bits: bits per code.
@@ -51,12 +51,12 @@ class Format:
         kind: kind of the codes. Integers are symmetric; two of 4 bits share a byte.
         block: numbers for each scale, a power of two from 32 to 8192.
         rounding: "nearest", or "stochastic", by a hash of a seed and the number.
-        hadamard: 32 multiplies each 32 numbers by Hadamard's matrix first, in blocks without an
-            exact zero; the scales of other blocks are negative.
+        hadamard: 32 multiplies each 32 numbers by Hadamard's matrix before they are rounded, except
+            in blocks with an exact zero, which get negative scales. None: no rotation.
         scale_dtype: dtype of the scales, `jnp.bfloat16` or `jnp.float32`.
 
     Raises:
-        ValueError: an option is none of these.
+        ValueError: an option has another value.
     """
 
     kind: Kind = "int8"
@@ -113,7 +113,10 @@ class Format:
         return 8 // self.bits
 
     def step(self, x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
-        """Return the distance between neighbouring codes around `x`."""
+        """Return the distance between neighbouring codes around each number of `x`.
+
+        The numbers are those that are rounded to codes: already divided by their scales.
+        """
         if self.is_integer:
             return np.ones_like(x)
         info = jnp.finfo(self.kind)
@@ -126,11 +129,11 @@ class Format:
         return jnp.dtype(self.scale_dtype).itemsize
 
     def code_bytes(self, num: int) -> int:
-        """Return the number of bytes of the codes of `num` numbers."""
+        """Return how many bytes the codes of `num` numbers take."""
         return math.ceil(num * self.bits / 8)
 
     def num_bytes(self, num: int) -> int:
-        """Return the number of bytes of the message of `num` numbers."""
+        """Return how many bytes a message of `num` numbers has."""
         return self.code_bytes(num) + math.ceil(num / self.block) * self.scale_bytes
 
 

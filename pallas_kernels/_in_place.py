@@ -1,7 +1,6 @@
-"""Messages that are columns of a larger array, such as the operand of a bucketed collective.
+"""Describe messages that are columns of a larger array, as in a bucket of a collective.
 
-A kernel reads them from that array and writes them into it directly, so that no copy is made
-before it starts or after it ends.
+A kernel reads messages from that array, or writes them into it, without a copy of them.
 """
 
 from __future__ import annotations
@@ -32,21 +31,22 @@ class InPlace:
 
     @classmethod
     def whole(cls, messages: Shaped[Array, "n m"] | InPlace) -> InPlace:
-        """Wrap an array whose rows are messages; return an `InPlace` unchanged."""
+        """Return an `InPlace` for an array whose rows are messages; an `InPlace` is unchanged."""
         return messages if isinstance(messages, InPlace) else cls(messages, 0, messages.shape[1])
 
     def __len__(self) -> int:
         return len(self.array) * self.count
 
     def rows(self, number: int) -> InPlace:
-        """Select the messages in the first `number` rows."""
+        """Return the messages in the first `number` rows of the array."""
         return dataclasses.replace(self, array=lax.slice_in_dim(self.array, 0, number))
 
     @property
     def offsets(self) -> list[int]:
-        """Strides and start, in elements: each message begins at a sum of multiples of these.
+        """Start and strides of messages, in elements of the flattened array.
 
-        A lane can load `v` elements at once only if `v` divides all of them.
+        Each message begins at a sum of multiples of these numbers, so a lane can load `v` elements
+        of it at once only if `v` divides all of them.
         """
         pitch = [self.array.shape[1]] if len(self.array) > 1 else []
         return [self.start, *pitch, *([self.size] if self.count > 1 else [])]
@@ -64,7 +64,7 @@ class InPlace:
         return self.start + row * pitch + place * self.size
 
     def cut_out(self) -> Shaped[Array, "n m"]:
-        """Slice the messages out into an array [messages, size], for the XLA implementation."""
+        """Return the messages as an array of their own, [messages, size], for XLA to read."""
         stop = self.start + self.count * self.size
         columns = self.array
         if stop - self.start < columns.shape[1]:
@@ -89,15 +89,15 @@ class Place:
 
     @property
     def offsets(self) -> list[int]:
-        """Start and stride, in elements; see `InPlace.offsets`."""
+        """Start and stride of messages in the flattened array, as in `InPlace.offsets`."""
         return [self.start, *(self.shape[1:] if self.shape[0] > 1 else ())]
 
     def put(self, message: UInt8[Array, "n m"], first: int = 0) -> UInt8[Array, "n _"]:
-        """Write `message` into the columns from `start + first` on; return the larger array."""
+        """Return the larger array with `message` in its columns from `start + first` on."""
         array = jnp.zeros(self.shape, message.dtype) if self.array is None else self.array
         return lax.dynamic_update_slice(array, message, (0, self.start + first))
 
 
 def cut_out(messages: Shaped[Array, "n m"] | InPlace) -> Shaped[Array, "n m"]:
-    """Return messages as an array [messages, size], sliced out of a larger one if need be."""
+    """Return messages as an array of their own, [messages, size]."""
     return messages.cut_out() if isinstance(messages, InPlace) else messages

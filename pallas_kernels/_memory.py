@@ -25,7 +25,7 @@ _interpret = contextvars.ContextVar[Any]("interpret", default=None)
 
 @contextlib.contextmanager
 def interpreted(**options: Any) -> Iterator[None]:
-    """In this context, trace kernels for JAX's interpreter, which runs them on a CPU; for tests.
+    """Make a context in which kernels are traced for JAX's interpreter, on a CPU; for tests.
 
     Args:
         **options: fields of `plgpu.InterpretGPUParams`, such as `detect_races`.
@@ -52,7 +52,7 @@ def interpret_options() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Some columns of consecutive rows in a flat array.
+    """Some columns of consecutive rows in a flat array, which a kernel loads or stores.
 
     Attributes:
         start: index of the first row's first element.
@@ -106,10 +106,10 @@ def store(ref: Any, window: Window, value: Array) -> None:
 def load_columns(
     ref: Any, shape: tuple[int, int, int], first: int, width: int, num: int, layout: Any
 ) -> list[Array]:
-    """Load the first `num` indices of dim 2 of a flat array of shape `shape`, one array for each.
+    """Load `num` columns from a flat array: for an array `x` of `shape`, the slices `x[:, :, j]`.
 
-    Each array is [shape[0], width] and holds elements `first` to `first + width - 1` of dim 1. If
-    `width` is 1, it has one dimension.
+    The result has a slice for each `j` from 0 to `num - 1`. A slice is cut to the indices `first`
+    to `first + width - 1` of dim 1, so it is [shape[0], width], or [shape[0]] if `width` is 1.
     """
     if _interpret.get() is None:
         view = ref.reshape(*shape)
@@ -123,10 +123,10 @@ def load_columns(
 def store_columns(
     ref: Any, shape: tuple[int, int, int], columns: Sequence[Sequence[Array]]
 ) -> None:
-    """Store columns into a flat array of shape `shape`: the reverse of `load_columns`.
+    """Store columns into a flat array of `shape`: the reverse of `load_columns`.
 
-    It is called once for all parts of dim 1. `columns` has a list for each part of dim 1, with an
-    array for each index of dim 2.
+    `columns` has a list for each part of dim 1, which together cover dim 1. A list has an array
+    for each of the first indices of dim 2, as `load_columns` returns them.
     """
     width = shape[1] // len(columns)
     if _interpret.get() is None:

@@ -1,8 +1,8 @@
-"""The operations as Mosaic GPU kernels, which read their input and write their output once.
+"""Quantize and dequantize by Mosaic GPU kernels, which read inputs and write outputs once.
 
 One warpgroup handles one tile of blocks in registers, without communication between tiles; the many
-warpgroups on a multiprocessor hide memory latency. The remainder of a row that is smaller than a
-tile is handled by XLA, which writes it into the kernel's output in place. Pieces of an array that
+warpgroups on a multiprocessor hide memory latency. XLA handles the remainder of a row that
+is smaller than a tile, and writes it into the kernel's output in place. Pieces of an array that
 is divided along an inner dim are read and written in place if each run holds whole blocks;
 otherwise XLA transposes them first. Messages are read from and written into the operand of a
 bucketed collective (`_in_place`), unless their start would force a lane to use shorter vectors.
@@ -16,8 +16,6 @@ last place. For bfloat16 scales `_blockwise.refine` corrects it, so that codes a
 For float32 scales it is not corrected: a kernel and XLA still use the same reciprocal on one GPU,
 but a number halfway between two codes may be rounded differently on a CPU. Both results are within
 the bounds that `tests/codecs/_codec_oracle.py` derives.
-
-Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
 
 Legend: o, n, i as in `_reference`; a run is `i` contiguous elements.
 """
@@ -214,7 +212,10 @@ def _put(place: Place | None, message: UInt8[Array, "n m"]) -> UInt8[Array, "n _
 
 
 def _here(walk: Walk) -> tuple[Any, Any, Any]:
-    """Return where this warpgroup's tile is: first element in the array, piece, first block."""
+    """Return where the tile of this warpgroup begins in an array of shape `walk.shape`.
+
+    As three indices: of an element of the flat array, of a piece, and of a block of the piece.
+    """
     outer, pieces, inner = walk.shape
     block, rows = walk.tile_layout.block, walk.tile_layout.rows
     number, t = _divmod(lax.axis_index("tile"), walk.tiles)
@@ -244,7 +245,7 @@ def _call(
 def _fill(
     name: str, body: Callable[..., None], place: Place, grid: int, scratch: dict[str, Any]
 ) -> Callable[..., UInt8[Array, "n _"]]:
-    """Make a kernel like `_call` does, whose output is some columns of `place`."""
+    """Return a function that runs the kernel `body`, and returns the filled array of `place`."""
 
     def filled(*args: Array) -> Array:
         if place.array is None:
@@ -280,9 +281,9 @@ def _write(
     scratch: dict[str, Any],
     divisor: int,
 ) -> None:
-    """Quantize a tile, and write it into the message that begins at byte `message`.
+    """Quantize a tile, `parts`, and write it into the message that begins at byte `message`.
 
-    The tile becomes the blocks from `first` on of a message of `num` numbers.
+    The message has `num` numbers, and the tile is its blocks from index `first` on.
     """
     is_kept_r = None
     if format.hadamard:
@@ -312,7 +313,7 @@ def _read(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """Read and dequantize a tile (float32); the reverse of `_write`."""
+    """Read a tile from blocks of a message, and dequantize it to float32; undoes `_write`."""
     shape = tile_layout.shape
     parts, scale_r = _load(ref, message, first, num, format, tile_layout, scratch)
     if format.hadamard:
@@ -354,7 +355,7 @@ def _sum(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """Sum a tile over all messages, in their order (float32).
+    """Decode the tile at block `first` of each message; add up in float32, in their order.
 
     If the format rotates, rotated blocks are summed separately, and their sum is rotated back.
     """
@@ -391,7 +392,7 @@ def _fit(x: Array, dtype: DTypeLike) -> Array:
 def _tail(
     messages: InPlace, format: Format, num: int, done: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"], Format, int]:
-    """Return arguments of `_reference.decode` for the numbers from index `done` on."""
+    """Return arguments of `_reference.decode` for the numbers of messages from index `done` on."""
     # XLA fuses these slices, so only the tail is read.
     message, end = messages.cut_out(), format.code_bytes(num)
     codes = message[:, format.code_bytes(done) : end]

@@ -5,10 +5,10 @@ block b of a device communicates only with block b of the other devices, through
 its own. Every device has an inbox with `slots` places for a tile per block and sending device.
 A block of device d, which is also one of its own peers, does this (`exchange`):
 
-    signal `entered` on every peer, and wait until all have
+    signal `entered` on every peer, and wait until every peer has signalled it here
     for i = 0, 1, ..., tiles + slots - 2:
         if i < tiles:                                                      (send)
-            if i >= slots: wait until `free` has come from all
+            if i >= slots: wait until every peer has signalled `free` here
             write tile i into place `i % slots` of d in the inbox of every p
             signal `arrived[d]` on every p
         k = i - (slots - 1); if k >= 0:                                    (receive)
@@ -33,7 +33,7 @@ One fence would suffice for signals to several peers. But JAX's `semaphore_signa
 relaxed signals with a fence behind each and none before the first, so the first may overtake a
 tile. Therefore each signal is a release of its own.
 
-This guarantees:
+The protocol guarantees:
 
 1. A tile is read in full: its stores < release of `arrived` < acquire < its loads. There is one
    `arrived` per sender; a sum over senders would count a fast sender's second tile as a slow
@@ -44,10 +44,11 @@ This guarantees:
    no peer has signalled more than m times, and N m signals are m from each.
 3. No peer writes into an inbox before its owner has entered this call: an earlier operation on
    that device might still read the memory. Exchanges have a stream of their own, on which they run
-   one after the other; it waits for what the stream of compute did before the call starts. So an
-   owner that signals `entered` has finished all of that. What computes until the call is awaited
-   uses other memory: XLA keeps the inbox, a result of the kernel, from its start to its end.
-4. No peer writes into an inbox after its owner has left: it leaves when all tiles have arrived.
+   one after the other. That stream waits for all operations that the stream of compute began before
+   the call. So an owner that signals `entered` has finished them. Operations that compute during
+   the call use other memory: XLA keeps the inbox, a result of the kernel, until the kernel ends.
+4. No peer writes into an inbox after its owner has left: an owner leaves when all tiles have
+   arrived.
 5. Every signal is consumed once, by the block that receives it, before that block ends. So all
    semaphores are zero at the end and are not accessed afterwards: the next call, or the next
    iteration of a `scan`, may reuse the memory.
@@ -61,12 +62,13 @@ The protocol relies on three assumptions, which the kernels must ensure:
 - All semaphores of all devices are zero before any block of the call starts. XLA passes zeros to
   each call, written at some earlier time (within a loop: in its body); JAX's runtime then runs a
   barrier over all devices of the mesh right before the kernel
-  (`CompilerParams.skip_device_barrier=False`, the default). With that barrier 3 would hold
-  without `entered`. But it is documented for semaphores only, not for reuse of other memory.
+  (`CompilerParams.skip_device_barrier=False`, the default). With that barrier,
+  guarantee 3 would hold without `entered`. But JAX documents the barrier for semaphores only, not
+  for reuse of other memory.
 - All blocks of a device run concurrently. Otherwise block b of one device may deadlock waiting
   for block b of another, which is queued behind a block that waits for block b. So the grid must
-  fit the device beside those of other kernels that wait for devices, which are NCCL's; what
-  computes beside it ends by itself.
+  fit on the device beside the grids of NCCL's kernels, which wait for devices too. Kernels that
+  only compute end by themselves.
 - Every device of the axis can store into the memory of every other: one NVLink domain.
 
 `tests/kernels/test_protocol.py` runs `exchange` on a model of such memory with adversarial
@@ -84,10 +86,10 @@ Semaphore = Literal["entered", "arrived", "free"]  # a block has one `arrived` f
 
 
 class Party(abc.ABC):
-    """One thread block of one device, as the operations that `exchange` calls.
+    """The operations that `exchange` calls, for one thread block of one device.
 
     A kernel implements them as instructions, and the tests as a simulation. Indices of devices,
-    tiles and slots may be traced values.
+    tiles and slots may be traced values. A slot is a place for one tile in an inbox.
 
     Attributes:
         num_devices: number of devices that take part.
@@ -105,27 +107,34 @@ class Party(abc.ABC):
 
     @abc.abstractmethod
     def signal(self, semaphore: Semaphore, peer: Any) -> None:
-        """Add 1 to a semaphore of `peer`; for `arrived`, the one that counts this device."""
+        """Add 1 to a semaphore of `peer`; to its `arrived` for this device, if that is named."""
 
     @abc.abstractmethod
     def wait(self, semaphore: Semaphore, count: int, peer: int = 0) -> None:
-        """Wait until a semaphore of this device is at least `count`, then subtract `count`."""
+        """Wait until a semaphore of this device is at least `count`, then subtract `count`.
+
+        `peer` chooses among the semaphores `arrived`, and is ignored for the others.
+        """
 
     @abc.abstractmethod
     def write(self, tile: Any, slot: Any) -> None:
-        """Encode this device's tile for every peer and write it into slot `slot` of its inbox."""
+        """Encode this device's tile for each peer, and write it into `slot` of the peer's inbox."""
 
     @abc.abstractmethod
     def read(self, peer: Any, tile: Any, slot: Any, so_far: Any) -> Any:
-        """Decode the tile that `peer` sent; return the partial sum `so_far` with it added."""
+        """Decode the tile that `peer` sent; return the sum of it and of earlier peers' tiles.
+
+        `so_far` is what `read` returned for the peer before, None for the first. A gather, which
+        sums nothing, stores the tile instead, and returns None.
+        """
 
     @abc.abstractmethod
     def store(self, tile: Any, total: Any) -> None:
-        """Store the result after a tile of every peer has been read."""
+        """Store `total`, what `read` returned for the last peer, as tile `tile` of the result."""
 
 
 def exchange(party: Party, *, num_tiles: Any, most_tiles: int, slots: int) -> None:
-    """Send every peer its tiles and receive the peers' tiles; see the module for the protocol.
+    """Send every peer its tiles, and receive the peers' tiles, by the protocol of this module.
 
     Args:
         party: this block.

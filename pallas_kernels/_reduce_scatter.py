@@ -22,7 +22,7 @@ from ._tile import clipped
 
 
 class ReduceScatter(Block):
-    """A thread block of the reduce-scatter kernel."""
+    """The operations of a thread block of the reduce-scatter kernel."""
 
     name: ClassVar[str] = "quantized_reduce_scatter"
 
@@ -50,7 +50,10 @@ def reduce_scatter(
     config: RemoteConfig,
     parts: Sequence[int] = (),
 ) -> Float32[Array, "o i"]:
-    """Reduce-scatter `x_oni` as `_collectives.scatter_reference` does; compiles, never executed."""
+    """Reduce-scatter `x_oni` by one kernel, which compiles, never executed.
+
+    The result is that of `_collectives.scatter_reference`.
+    """
     outer, _, inner = x_oni.shape
     tiling = Tiling.of(outer, inner, format, config, parts)
     source = tiling.cut(x_oni)

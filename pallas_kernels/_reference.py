@@ -1,12 +1,8 @@
-"""The reference of each operation in `jax.numpy`, and the default implementation, `xla`.
+"""Quantize and dequantize in `jax.numpy`: the default, `xla`, with which kernels are compared.
 
 Legend: an array that is cut into n pieces along one dim is `x.reshape(o, n, -1)`, `[o, n, i]`: o is
 the product of the dims before that dim, i the number of elements of a piece for each of the o
 indices. Piece p is `x[:, p, :]`, flattened to a row, and becomes message p. m = bytes of a message.
-
-Legend: o, n, i = an array that is cut into n pieces along one dim (`x.reshape(o, n, -1)`): o is the
-product of the dims before it, i the elements of a piece for each of them. Piece p is `x[:, p, :]`,
-flattened to a row, and becomes message p. m = bytes of a message.
 """
 
 from __future__ import annotations
@@ -81,9 +77,14 @@ def encode(
 ) -> tuple[UInt8[Array, "rows _"], UInt8[Array, "rows _"]]:
     """Encode the rows of `x / divisor`; return the bytes of the codes, and those of the scales.
 
-    The rows continue messages of which `start` numbers, in whole blocks, are encoded already; only
-    stochastic rounding depends on it. Its random numbers are hashes of `x`, not of `x / divisor`.
-    `width` is that of `rotate`.
+    Args:
+        x: the rows.
+        format: format of the codes and scales.
+        seed: seed of stochastic rounding, whose random numbers are hashes of `x` (undivided).
+        start: index in its message of a row's first number, for stochastic rounding. It is not 0
+            where a row is the end of a message whose first blocks are encoded elsewhere.
+        divisor: number that `x` is divided by.
+        width: as in `blocks.rotate`.
     """
     num = x.shape[-1]
     x_kb = blocks.split(blocks.to_float32(x), format.block)
@@ -107,10 +108,10 @@ def round_blocks(
     index_kb: UInt32[Array, "*rows k b"] | None = None,
     largest_k: Float32[Array, "*rows k"] | None = None,
 ) -> tuple[UInt8[Array, "*rows k b"], Float32[Array, "*rows k"]]:
-    """Encode `x / divisor` to codes and scales, without rotation: a caller has rotated `x`.
+    """Encode the blocks of `x / divisor`; if the format rotates, the caller has rotated `x`.
 
     `start` is as in `encode`; `index_kb` as in `blocks.uniforms`; `largest_k` is the largest
-    magnitude of each block, if it is known.
+    magnitude of each block, if the caller knows it.
 
     Returns:
         The codes, one per byte, and the scales.
@@ -146,7 +147,7 @@ def decode(
 
 
 def from_codes(codes: UInt8[Array, "*dims"], format: Format) -> Float32[Array, "*dims"]:
-    """Return the numbers that codes stand for, before the scale; one code per byte."""
+    """Return the numbers that codes, one per byte, stand for before they are scaled."""
     kind = jnp.int8 if format.is_integer else format.kind
     return lax.bitcast_convert_type(codes, kind).astype(jnp.float32)
 
@@ -166,7 +167,7 @@ def decode_sum(
     num: int,
     width: int = blocks.GROUP,
 ) -> Float32[Array, " num"]:
-    """Decode rows of `num` numbers and add them up; a rotation is undone only on the sum."""
+    """Decode rows of `num` numbers and add them up; only the sum is rotated back."""
     if not format.hadamard:
         return blocks.add_up(decode(codes, scales, format, num, jnp.float32))
     scale_k1 = blocks.read_scales(scales, format.scale_dtype)[..., None]

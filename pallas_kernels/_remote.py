@@ -1,4 +1,4 @@
-"""Thread blocks that write into the memory of other devices; shared by both collectives.
+"""Run a kernel whose thread blocks write into other devices' memory, for both collectives.
 
 `Block` implements the operations of `_protocol.Party` as GPU instructions, and `exchange` calls
 them in order. Compiles, never executed: this has not run on several GPUs.
@@ -6,6 +6,8 @@ them in order. Compiles, never executed: this has not run on several GPUs.
 The inbox of a device is two extra outputs of the kernel, codes and scales, which `run` discards.
 A device also sends its own tiles through its inbox, so that its own contribution is rounded
 exactly like the copy that its peers receive.
+
+A run is `i` contiguous numbers of an array [o, n, i].
 
 Legend: o, n, i as in `_reference`; w, r, b as in `_tile`.
 """
@@ -71,16 +73,16 @@ class RemoteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the array that one device sends to another is divided: `outer` runs of whole tiles.
+    """The division of the array that one device sends to another into runs, and of runs into tiles.
 
     Attributes:
         outer: number of runs. If runs do not consist of whole tiles, they are joined into a
             single run, padded with zeros.
-        parts: numbers of each array in a run, without padding: one array; or several, of which
-            each begins with a tile of its own, in a single run.
+        parts: sizes of the arrays that lie side by side in a run, without padding. There is one,
+            or there are several in a single run, each of which begins with a new tile.
         format: wire format.
         rows: quantization blocks in a tile.
-        config: the other sizes.
+        config: sizes of the inbox and grid.
     """
 
     outer: int
@@ -95,7 +97,7 @@ class Tiling:
     ) -> Tiling:
         """Choose tiles for `outer` runs of `inner` numbers; blocks may extend across runs.
 
-        `parts` are the sizes of arrays that lie side by side in the only run.
+        `parts` are the sizes of arrays that lie side by side in a single run; (): one array.
         """
         # At least 2, since the scale of a single row would be a scalar and not an array.
         rows = max(2, config.elements // format.block)
@@ -122,14 +124,14 @@ class Tiling:
         return [max(1, math.ceil(part / self.tile)) for part in self.parts]
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that one device stores into another's inbox, with padding, by part."""
+        """Return, by part, the bytes that a device stores into a peer's inbox, with padding."""
         tile = self.outer * self.format.num_bytes(self.tile)
         return tuple(num * tile for num in self._tiles_of_parts())
 
     def first_indices(self) -> np.ndarray:
-        """Return, if there are several parts, the index of each tile's first number in its part.
+        """Return, for each tile of a run, the index of its first number in its part, as uint32.
 
-        They are uint32. With one array the index follows from the number of the tile.
+        Stochastic rounding needs these indices if there are several parts.
         """
         firsts = [np.arange(num) * self.tile for num in self._tiles_of_parts()]
         return np.concatenate(firsts).astype(np.uint32)
@@ -154,20 +156,23 @@ class Tiling:
 
     @property
     def tile_layout(self) -> TileLayout:
-        """Layout of a tile in registers: two parts if two codes share a byte, else one."""
+        """Layout of a tile in registers: as two arrays if two codes share a byte, else as one."""
         block, halves = self.format.block, self.format.codes_per_byte
         vector = tile.fitting_vector(block // halves, self.rows, self.config.vector)
         return TileLayout(self.rows, block, halves, rotated=False, vector=vector)
 
     def seeds(self, seed: Array) -> list[Array]:
-        """Return a kernel's inputs for stochastic rounding: seed and, with parts, first indices."""
+        """Return a kernel's inputs for stochastic rounding: seed, and `first_indices` if needed."""
         if self.format.rounding != "stochastic":
             return []
         firsts = [jnp.asarray(self.first_indices())] if len(self.parts) > 1 else []
         return [seed.reshape(1), *firsts]
 
     def inbox(self, devices: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Return a device's inbox as shapes, codes and scales, by sender, block, slot and row."""
+        """Return the shapes of a device's inboxes for codes and for scales.
+
+        Their dims are sender, thread block, slot and row; codes have a last dim of bytes.
+        """
         places = (devices, self.blocks, self.slots, self.rows)
         codes = (*places, self.format.code_bytes(self.format.block))
         return (
@@ -176,7 +181,7 @@ class Tiling:
         )
 
     def cut(self, x_oni: Array) -> Array:
-        """Divide pieces into tiles: [runs, pieces, tiles per run, blocks, numbers]."""
+        """Divide pieces into tiles: return [runs, pieces, tiles per run, rows, numbers]."""
         outer, pieces, _ = x_oni.shape
         if outer != self.outer:
             x_oni = reference.to_rows(x_oni)[None]
@@ -206,11 +211,11 @@ class Tiling:
 
 
 class Block(Party):
-    """One thread block of a device, which is one warpgroup.
+    """The operations of one thread block of a device, which is one warpgroup.
 
     Attributes:
         name: name of the kernel.
-        source: this device's numbers, divided by `Tiling`: one piece, or one for each peer.
+        source: this device's numbers, cut by `Tiling.cut`: one piece, or one for each peer.
         result: output for the numbers that arrive.
         codes: inbox of codes, indexed by sender, block and slot.
         scales: inbox of scales, indexed in the same way.
@@ -254,16 +259,16 @@ class Block(Party):
         return lax.div(last - self.block, jnp.int32(self.tiling.blocks))
 
     def _number(self, tile: Any) -> Any:
-        """Return the index of this block's tile number `tile` among the tiles of all blocks."""
+        """Return the index, among all tiles of a device, of tile number `tile` of this block."""
         return tile * self.tiling.blocks + self.block
 
     def of_piece(self, ref: Any, piece: Any, tile: Any) -> Any:
-        """Select this block's tile number `tile` in one piece of an array."""
+        """Return a reference to this block's tile number `tile` in one piece of an array."""
         number, run = self._number(tile), jnp.int32(self.tiling.run)
         return ref.at[lax.div(number, run), piece, lax.rem(number, run)]
 
     def to_peers(self, body: Callable[[Any], None]) -> None:
-        """Call `body` for every peer, beginning with the next device.
+        """Call `body(peer)` for every peer, beginning with the device after this one.
 
         So each device begins with a different peer, which spreads the writes over the links.
         """
@@ -271,7 +276,7 @@ class Block(Party):
         self.repeat(self.num_devices, lambda j: body(lax.rem(self.device + j + 1, num)))
 
     def encoded(self, ref: Any, tile_number: Any) -> tuple[Array, Array]:
-        """Quantize the tile in `ref` to codes and scales."""
+        """Quantize the tile in `ref`, this block's number `tile_number`, to codes and scales."""
         format, tile_layout = self.tiling.format, self.tiling.tile_layout
         parts_w = [
             load_tile(x, tile_layout.shape.layout).astype(jnp.float32) for x in self._parts(ref)
@@ -290,7 +295,7 @@ class Block(Party):
         return codes_b, scale_r.astype(format.scale_dtype)  # exact
 
     def _parts(self, ref: Any) -> list[Any]:
-        """Split a tile in memory into the columns of its parts."""
+        """Return references to the arrays of a tile in memory, as `Tiling.tile_layout` has them."""
         tile_layout = self.tiling.tile_layout
         width = tile_layout.shape.width
         return [ref.at[:, pl.ds(h * width, width)] for h in range(tile_layout.halves)]
@@ -306,7 +311,7 @@ class Block(Party):
         store_tile(scales, scale_r)
 
     def take(self, peer: int, slot: Any) -> list[Array]:
-        """Read the tile in a peer's slot of this device's inbox, and decode it."""
+        """Read and decode the tile that a peer has put into `slot` of this device's inbox."""
         shape = self.tiling.tile_layout.shape
         codes_b = load_tile(self.codes.at[peer, self.block, slot], shape.layout)
         scale_r = load_tile(self.scales.at[peer, self.block, slot], shape.row_layout)
@@ -314,7 +319,7 @@ class Block(Party):
         return [x_w * scale_w for x_w in tile.decode([codes_b], self.tiling.format)]
 
     def keep(self, ref: Any, parts_w: Sequence[Array]) -> None:
-        """Store the parts of a tile of the result into `ref`."""
+        """Store the arrays of a decoded tile into `ref`, a tile of the result."""
         for part, x_w in zip(self._parts(ref), parts_w, strict=True):
             store_tile(part, x_w.astype(part.dtype))
 
@@ -327,18 +332,18 @@ def run(
     axis: str,
     tiling: Tiling,
 ) -> Array:
-    """Run a kernel on every device of an axis, inside `shard_map`.
+    """Run the kernel of a collective on every device of an axis, inside `shard_map`.
 
     Args:
-        block: class of the kernel's thread blocks.
-        source: this device's numbers, divided by `tiling`.
+        block: `AllGather` or `ReduceScatter`: the class of the kernel's thread blocks.
+        source: this device's numbers, cut by `tiling`.
         seed: seed of stochastic rounding (uint32).
-        result: shape and dtype of the result, divided in the same way.
+        result: shape and dtype of the result, cut by `tiling` too.
         axis: mesh axis of the devices that take part.
-        tiling: tiles of the arrays.
+        tiling: how arrays are cut into tiles.
 
     Returns:
-        The result, still divided into tiles.
+        This device's result, in tiles.
     """
     devices = lax.axis_size(axis)
     seeds = tiling.seeds(seed)
@@ -367,7 +372,7 @@ def run(
 
 
 def semaphores(devices: int) -> list[Any]:
-    """Types of the semaphores `entered`, `arrived` and `free` of each thread block."""
+    """Return the types of the semaphores `entered`, `arrived` and `free` of each thread block."""
     regular = plgpu.SemaphoreType.REGULAR
     return [regular, regular((devices,)), regular]
 

@@ -1,10 +1,10 @@
-"""Encode and decode a tile of blocks that is in registers.
+"""Encode and decode a tile of blocks in the registers of a GPU.
 
 A tile is `rows` blocks of numbers, and one warpgroup handles it. Its registers hold the tile as a
 list of arrays, the `parts`, which all have the shape [rows, width]. Each part has an `offset`, and
-its element [r, c] is number `offset + stride * c` of block r. Numbers that are combined with each
-other are at the same index of different parts: numbers whose 4-bit codes share a byte, and the
-terms of a Hadamard rotation. So only the maximum over a block moves data between lanes.
+its element [r, c] is number `offset + stride * c` of block r. Two numbers whose 4-bit codes share a
+byte are at the same index of different parts, and so are the 32 numbers that a Hadamard rotation
+combines. So only the maximum over a block moves data between lanes.
 
 The functions take and return arrays in registers. They use only operations that Mosaic GPU lowers:
 no `floor`, no `isfinite`, no reshape.
@@ -119,9 +119,9 @@ def fitting_vector(width: int, rows: int, vector: int) -> int:
 
 
 def scales(parts_w: Sequence[Array], format: Format, divisor: int = 1) -> Array:
-    """Compute the scale of each row (block) of the numbers, divided by `divisor`.
+    """Return the scale of each row (block) of a tile whose numbers are divided by `divisor`.
 
-    The result is rounded up to the scale type of the format, so it equals the value that the
+    The scale is rounded up to the scale type of the format, so it equals the value that the
     receiver decodes. It is NaN where the row holds a NaN or an infinity.
     """
     amax_r = _largest([jnp.abs(x_w) for x_w in parts_w])
@@ -149,10 +149,11 @@ def _largest(parts_w: Sequence[Array]) -> Array:
 def keep_zeros(
     parts_w: Sequence[Array], rotated_w: Sequence[Array], shape: Shape
 ) -> tuple[list[Array], Array]:
-    """Return the rotated numbers of each row, but the unrotated ones if the row has an exact zero.
+    """Choose, for each row, the rotated numbers, or the unrotated ones if one is exactly zero.
 
     Returns:
-        The numbers, and whether each row is unrotated ([Note: exact zeros] in `_blockwise`).
+        The chosen numbers, as parts; and whether each row is unrotated ([Note: exact zeros] in
+        `_blockwise`).
     """
     negative_r = _largest([-jnp.abs(x_w) for x_w in parts_w])
     is_kept_w = along(negative_r, shape) >= 0
@@ -218,7 +219,7 @@ def encode(
 
 
 def decode(codes_b: Sequence[Array], format: Format) -> list[Array]:
-    """Convert codes to float32, not yet scaled, in the order of parts that `encode` takes."""
+    """Return the numbers of a tile, not yet scaled, as parts in the order that `encode` takes."""
     if format.codes_per_byte == 1:
         kind = jnp.int8 if format.is_integer else format.kind
         return [lax.bitcast_convert_type(x_b, kind).astype(jnp.float32) for x_b in codes_b]
@@ -231,7 +232,7 @@ def decode(codes_b: Sequence[Array], format: Format) -> list[Array]:
 
 
 def along(x_r: Array, shape: Shape) -> Array:
-    """Broadcast one number per row to all columns of a part."""
+    """Broadcast an array with one number per row to all columns of a part of `shape`."""
     if shape.width == 1:
         return x_r
     x_w = lax.broadcast_in_dim(x_r, shape.array, tuple(range(x_r.ndim)))
@@ -248,7 +249,7 @@ def clipped(x_w: Array, dtype: DTypeLike) -> Array:
 
 
 def rotate(parts_w: Sequence[Array]) -> list[Array]:
-    """Multiply each 32 parts by the 32 x 32 Hadamard matrix (unnormalized), by butterflies."""
+    """Multiply each 32 consecutive parts by Hadamard's matrix of +1 and -1, by butterflies."""
     parts, distance = list(parts_w), 1
     while distance < blocks.GROUP:
         for i in range(len(parts)):
@@ -268,7 +269,10 @@ def _uniforms(x_w: Array, scale_r: Array, shape: Shape, index_w: Array, seed: Ar
 
 
 def _rounded(x_w: Array, u_w: Array | None, format: Format) -> Array:
-    """Round scaled numbers to codes: int8, a float8 type, or int32 for 4-bit codes."""
+    """Round scaled numbers to codes: int8, a float8 type, or int32 for 4-bit codes.
+
+    `u_w` are random numbers in [0, 1) for stochastic rounding; None rounds to nearest.
+    """
     if format.is_integer:
         dtype = jnp.int8 if format.codes_per_byte == 1 else jnp.int32
         return _to_integer(x_w, u_w).astype(dtype)

@@ -1,4 +1,4 @@
-"""Load a tile from memory into registers, and store it.
+"""Load a tile from memory into registers as parts (see `_tile`), and store it.
 
 A tile that is not rotated is loaded and stored directly. A tile that is rotated is transposed
 through shared memory: `_tile.rotate` needs 32 consecutive numbers in 32 different arrays, so
@@ -25,7 +25,7 @@ from ._memory import Window
 
 @dataclasses.dataclass(frozen=True)
 class TileLayout:
-    """How the blocks of a tile are divided into parts (see `_tile`).
+    """The division of the blocks of a tile into parts (see `_tile`).
 
     Attributes:
         rows: number of blocks in the tile.
@@ -57,7 +57,7 @@ class TileLayout:
         return tile.fitting_vector(width, rows, self.shape.vector) == self.shape.vector
 
     def indices(self) -> list[Array]:
-        """Index of each number within the tile (uint32), one array per part."""
+        """Return the index of each number within the tile (uint32), one array per part."""
         strides = (self.block, GROUP if self.rotated else 1)
         shape, layout = self.shape.array, self.shape.layout
         place = jnp.uint32(0)
@@ -75,12 +75,15 @@ class TileLayout:
         return [h * half + j for h in range(self.halves) for j in range(GROUP)]
 
     def scratch(self, size: int, dtype: DTypeLike) -> Any:
-        """Shared memory for a tile whose blocks have `size` elements of `dtype` in memory."""
+        """Return the shared memory for a tile whose blocks have `size` elements of `dtype`."""
         rows, groups, pitch = self._pitched(size, dtype)
         return plgpu.SMEM((rows * groups * pitch,), dtype)
 
     def read(self, ref: Any, start: Any, size: int, scratch: Any = None) -> list[Array]:
-        """Load the parts of the tile at element `start` of `ref`; a block has `size` elements."""
+        """Load the parts of the tile that begins at element `start` of `ref`.
+
+        A block has `size` elements in `ref`. `scratch` is the shared memory of a rotated tile.
+        """
         if not self.rotated:
             width, layout = self.shape.width, self.shape.layout
             windows = [
@@ -102,7 +105,7 @@ class TileLayout:
     def write(
         self, ref: Any, start: Any, size: int, parts: Sequence[Array], scratch: Any = None
     ) -> None:
-        """Store the parts of a tile at element `start` of `ref`; the reverse of `read`."""
+        """Store the parts of a tile from element `start` of `ref` on; the reverse of `read`."""
         if not self.rotated:
             width = self.shape.width
             for first, part in zip(range(0, size, width), parts, strict=True):
@@ -115,14 +118,17 @@ class TileLayout:
         memory.store(ref, whole, memory.load(scratch, pitched, shape.layout))
 
     def _pitched(self, size: int, dtype: DTypeLike) -> tuple[int, int, int]:
-        """Return the shape of shared memory: rows, groups per row, elements per padded group."""
+        """Return the shape of a tile in shared memory: rows, groups of a row, elements of a group.
+
+        A group has 32 elements, or `size` if that is less, and four bytes of padding.
+        """
         length = min(GROUP, size)
         return self.rows, size // length, length + max(1, 4 // jnp.dtype(dtype).itemsize)
 
     def _passage(
         self, dtype: DTypeLike, start: Any, size: int
     ) -> tuple[Window, Window, tile.Shape]:
-        """Plan the copy of a tile between memory and shared memory.
+        """Plan the copy of a tile between memory, from element `start` on, and shared memory.
 
         Returns:
             The tile's window in memory, its window in shared memory, and its shape in registers.

@@ -1,13 +1,12 @@
-"""Messages in whole tiles, for TPUs: the operations of `_reference` on arrays in their own shape.
+"""Encode and decode messages that consist of whole tiles, for TPUs.
 
-A TPU keeps the last two dims of an array in tiles of 8 x 128. Cutting codes out of rows of bytes
-`[messages, m]` moves every byte between tiles, and XLA compiles that for minutes. So the messages
-of a matrix whose rows are whole blocks are columns (`_columns`). Other arrays are flattened, and
-their messages are `[messages, t, 128]`: the codes of a message begin at a tile, and so do its
-scales; the last tiles of both are filled up with zeros. Byte `i` of all scales precedes byte `i +
-1` of all. The decoded numbers are those of the messages in rows.
-
-Legend: n = messages, one for each piece of an array; t = rows of a message.
+The operations are those of `_reference`, on pieces that keep their shape. A TPU keeps the last two
+dims of an array in tiles of 8 x 128. Cutting codes out of rows of bytes `[messages, m]` moves every
+byte between tiles, and XLA compiles that for minutes. So the messages of a matrix whose rows are
+whole blocks are columns (`_columns`). Other arrays are flattened, and their messages are
+`[messages, t, 128]`: the codes of a message begin at a tile, and so do its scales; the last tiles
+of both are filled up with zeros. Byte 0 of all scales precedes byte 1 of all, and so on. Decoded
+numbers equal those of `_reference`.
 
 Legend: n = messages, one for each piece of an array; t = rows of a message.
 """
@@ -38,14 +37,14 @@ def quantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "n t _"]:
-    """Encode each piece of `x / divisor` as a message of whole tiles; see `quantize`.
+    """Encode each piece, divided by `divisor`, as a message of whole tiles; see `quantize`.
 
     Args:
         pieces: the pieces of an array, each in its own shape.
         format: format of the codes and scales.
         seed: seed of stochastic rounding; None means 0.
         divisor: number that the array is divided by.
-        implementation: "xla"; None takes kernels on a TPU, where they can do it.
+        implementation: "xla"; None uses a kernel in programs for TPUs, if one can do it.
     """
     seed = as_uint32(seed)
     if _columns.num_parts(pieces.shape[1:], format):
@@ -65,7 +64,7 @@ def dequantize_tiled(
     dtype: DTypeLike,
     implementation: Implementation | None = None,
 ) -> Float[Array, "n ..."]:
-    """Decode messages of `quantize_tiled` into the pieces of `shape` that they were made from."""
+    """Decode messages that `quantize_tiled` made, into pieces of `shape`."""
     if _columns.num_parts(shape, format):
         options = {"shape": shape, "dtype": dtype, "implementation": implementation}
         return _column_choice.dequantize(message, format, **options)
@@ -82,7 +81,7 @@ def dequantize_sum_tiled(
     shape: tuple[int, ...],
     implementation: Implementation | None = None,
 ) -> Float32[Array, ...]:
-    """Decode messages of `quantize_tiled`, of pieces of `shape`, and add them up in float32."""
+    """Decode messages that `quantize_tiled` made of pieces of `shape`; sum them in float32."""
     if _columns.num_parts(shape, format):
         options = {"shape": shape, "implementation": implementation}
         return _column_choice.dequantize_sum(message, format, **options)[0]
@@ -103,9 +102,9 @@ def dequantize_sum_requantize_tiled(
     divisor: int = 1,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "num r _"]:
-    """Sum messages of `quantize_tiled`, divide the sum, and encode its pieces as such messages.
+    """Sum messages of `quantize_tiled`, and encode `num` pieces of the sum as such messages.
 
-    The sum, of `shape`, is cut into `num` pieces along `dim`.
+    The sum, of `shape`, is divided by `divisor` and cut along `dim`.
     """
     piece = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
     parts = _columns.num_parts(shape, source), _columns.num_parts(piece, target)
@@ -133,12 +132,12 @@ def pieces_of(x: Shaped[Array, "*shape"], dim: int, num: int) -> Shaped[Array, "
 
 
 def _width(format: Format) -> int:
-    """Return the width of a rotation's matrix: 128, which fills the lanes, or a smaller block."""
+    """Return the width of a rotation's matrix: 128, to fill the lanes, or a block if smaller."""
     return min(format.block, LANES)
 
 
 def _tiles(rows: UInt8[Array, "n m"]) -> UInt8[Array, "n t 128"]:
-    """Lay rows of bytes out as tiles, the last filled up with zeros."""
+    """Return each row of bytes as tiles, of which the last is filled up with zeros."""
     num, size = rows.shape
     padded = jnp.pad(rows, ((0, 0), (0, -size % _TILE)))
     return padded.reshape(num, padded.shape[1] // LANES, LANES)
@@ -147,7 +146,7 @@ def _tiles(rows: UInt8[Array, "n m"]) -> UInt8[Array, "n t 128"]:
 def _parts(
     message: UInt8[Array, "n t 128"], format: Format, num: int
 ) -> tuple[UInt8[Array, "n _"], UInt8[Array, "n _"]]:
-    """Return the bytes of codes and of scales, as `_reference.encode` returns them."""
+    """Return the bytes of codes and of scales in messages, as `_reference.encode` returns them."""
     code_bytes = format.code_bytes(num)
     scale_bytes = format.num_bytes(num) - code_bytes
     tiles = math.ceil(code_bytes / _TILE) * (_TILE // LANES)

@@ -20,7 +20,7 @@ from ._tile_layout import TileLayout
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The tiles that an array is divided into; each is within one contiguous run of `i` elements.
+    """The division of an array into tiles, each within a run of `i` contiguous elements.
 
     Attributes:
         shape: shape (o, n, i) of the array; see `_reference`.
@@ -42,7 +42,7 @@ class Walk:
 
     @property
     def done(self) -> int:
-        """Elements of a run that tiles cover; XLA handles the rest."""
+        """Number of elements of a run that tiles cover; XLA handles the rest of the run."""
         return self.tiles * self.tile_layout.rows * self.tile_layout.block
 
     @property
@@ -81,7 +81,7 @@ def plan(
 
 
 def _choose_tile(most: int, formats: list[Format], config: TileConfig, vector: int) -> TileLayout:
-    """Choose the layout of a tile of at most `most` blocks."""
+    """Choose the layout of a tile of at most `most` blocks, with vectors of at most `vector`."""
     block = formats[0].block
     halves = max(format.codes_per_byte for format in formats)
     rotated = formats[0].hadamard is not None
@@ -100,7 +100,7 @@ def _common(vector: int, offsets: list[int]) -> int:
 
 
 def readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) -> InPlace:
-    """Return messages for a kernel to read: in place, or copied if that permits longer vectors."""
+    """Return messages for a kernel to read: unchanged, or copied if that permits longer vectors."""
     there, vector = InPlace.whole(message), (config or tile_config()).vector
     alone = [there.size] if len(there) > 1 else []
     if there.array.size < 2**31 and _common(vector, there.offsets) >= _common(vector, alone):
@@ -109,10 +109,10 @@ def readable(message: UInt8[Array, "n m"] | InPlace, config: TileConfig | None) 
 
 
 def writable(place: Place | None, rows: int, size: int, config: TileConfig | None) -> Place | None:
-    """Return the place where a kernel writes `rows` messages of `size` bytes.
+    """Return where a kernel writes `rows` messages of `size` bytes: `place`, or a new array.
 
-    None means that writing into `place` would need shorter vectors than a new array does, so the
-    caller should write a new array and copy it.
+    It is a new array if `place` is None. The result is None if writing into `place` needs shorter
+    vectors than writing into a new array: the caller should write a new array and copy it.
     """
     alone, vector = Place((rows, size), 0), (config or tile_config()).vector
     if place is None:

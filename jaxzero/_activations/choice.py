@@ -1,4 +1,8 @@
-"""Choose what forward keeps for backward, under a budget."""
+"""Choose what forward keeps for backward, under a budget.
+
+A kept byte has a price in seconds. At a low price much is kept, and at a high price much is
+recomputed. A bisection finds a price whose cheapest choice keeps nearly as much as the budget.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from .residuals import by_kind, described, kept_bytes
 # read it. At the highest only values are kept that are tiny beside the work of recomputing them,
 # such as the sums of a reduction.
 _PRICES = 2 / RATES.memory, 1e-8
-# At this price not even those are kept. Tried for a budget of 0, and before a budget is refused.
+# At this price not even sums are kept. Tried for a budget of 0, and before a budget is refused.
 _LAST_PRICE = 1e-7
 _STEPS = 12  # most steps of a bisection of prices
 _NEAR = 0.98  # share of the budget: a choice that keeps as much ends the bisection
 _TRIED = 8  # values that are tried one by one with what the bisection leaves of the budget
 _POINTS = 5  # most points of a frontier
-_APART = 1.1  # no point is sought between two of which one keeps less than 1.1 times the other
+_APART = 1.1  # a point between two others is sought if their bytes differ by more than this factor
 
 
 def choose_activations(
@@ -35,20 +39,20 @@ def choose_activations(
     layer_sets: float | None = None,
     token_parts: int = 1,
 ) -> Chosen:
-    """Choose what forward keeps and what backward computes again.
+    """Choose the values that forward keeps for backward, and those that backward recomputes.
 
     Args:
         block: a program of loss and gradients.
-        weights: its inputs that are gathered where they are used.
-        results: its outputs that are not gradients: the loss, and what the loss returns beside.
-        activations: the budget; None leaves the program as it is.
-        layer_sets: with pipeline stages, what a device holds at once of the residuals of all
-            layers: micro-batches in flight times the share of the layers that a stage has. None
-            without stages.
-        token_parts: devices that share each row, and so hold a part of each value.
+        weights: inputs of the program that are gathered where they are used.
+        results: outputs of the program that are not gradients: the loss and its auxiliary outputs.
+        activations: the budget. With None, or a budget of None, the program stays as it is.
+        layer_sets: with pipeline stages, the bytes of residuals that a device holds at once,
+            divided by those of all layers for one micro-batch: micro-batches in flight times the
+            share of the layers that a stage has. None without stages.
+        token_parts: the number of devices that share each row, and so hold a part of each value.
 
     Raises:
-        ValueError: the program cannot keep as little as the budget allows.
+        ValueError: the program keeps more than the budget even if backward recomputes all it can.
         NotImplementedError: `host=True`, the budget is less than what the program keeps, and no
             loop stacks up values for backward.
     """
@@ -69,10 +73,11 @@ def choose_activations(
 
 
 def _frontier(program: PricedProgram) -> tuple[Point, ...]:
-    """Points of the lower convex hull of seconds over bytes, that of the fewest bytes first.
+    """Return up to five choices' figures on the lower convex hull of seconds over bytes kept.
 
-    Between two points lies the choice at the price at which both cost the same; if that is one of
-    the two, the hull has no point between them.
+    The point of the fewest bytes comes first. To find a point between two neighbours, the program
+    is priced so that both neighbours cost the same. If the cheapest choice at this price is one of
+    the neighbours, the hull has no point between them.
     """
     low, high = _PRICES
     choices = [program.at(high), program.at(low)]
@@ -97,15 +102,15 @@ def _frontier(program: PricedProgram) -> tuple[Point, ...]:
 
 
 def _choose(program: PricedProgram, budget: int, link: float) -> Chosen:
-    """The choice of the least predicted time that keeps at most `budget` bytes.
+    """Return the choice of the least predicted time that keeps at most `budget` bytes.
 
     Args:
-        program: the program.
-        budget: in bytes; 0 for as little as possible.
-        link: 1 to let values wait in host memory, 0 not to; as for `PricedProgram.at`.
+        program: the program, for which choices are computed at several prices.
+        budget: the most bytes to keep; 0 for as few as possible.
+        link: 1 if values may wait in host memory, 0 if not; see `PricedProgram.at`.
 
     Raises:
-        ValueError: the program cannot keep as little.
+        ValueError: every choice keeps more bytes than the budget.
     """
     low, high = _PRICES
     most = program.at(low)
@@ -154,18 +159,19 @@ def _search(
     fits: Chosen,
     budget: int,
 ) -> tuple[Chosen, float, Chosen]:
-    """Bisect for the choice that keeps most within the budget.
+    """Bisect an argument for the choice that keeps the most bytes within the budget.
 
     Args:
-        at: the choice for an argument: the logarithm of a price, or a share of the link.
-        over_at: an argument whose choice, `over`, keeps more than the budget.
-        fits_at: one whose choice, `fits`, does not.
-        over: see `over_at`.
-        fits: see `fits_at`.
-        budget: in bytes.
+        at: returns the choice for an argument: the logarithm of a price, or a share of the link.
+        over_at: an argument for which the choice keeps more bytes than the budget.
+        fits_at: an argument for which the choice keeps no more bytes than the budget.
+        over: the choice for `over_at`.
+        fits: the choice for `fits_at`.
+        budget: the most bytes to keep.
 
     Returns:
-        The choice nearest to the budget that fits, its argument, and the nearest that does not fit.
+        Of the choices within the budget the one that keeps most; the argument of this choice; and
+        of the choices over the budget the one that keeps least.
     """
     for _ in range(_STEPS):
         if budget * _NEAR <= fits.num_bytes:

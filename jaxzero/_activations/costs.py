@@ -1,7 +1,8 @@
-"""How many bytes a value takes, and how long it takes to repeat an operation, by the cost model.
+"""Estimate the bytes of a value, and the time to repeat an operation, by a cost model.
 
-The rates are those of `Rates`, as for compiled programs. What XLA will fuse is not known before it
-compiles: each result that is not a view of an operand is taken to be written to memory once.
+The rates are the defaults of `Rates`. Which operations XLA will fuse is not known before it
+compiles. So the model assumes that each result is written to memory once, unless it is a view of
+an operand.
 """
 
 from __future__ import annotations
@@ -22,34 +23,43 @@ _VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "spli
 
 
 def bytes_of(value: Value) -> int:
-    """The bytes of an array or of random keys; 0 for tokens and references."""
+    """Return the bytes of an array or of random keys; 0 for JAX's tokens and references."""
     if value.is_array:
         return value.num_bytes
     return 0 if value.dtype is None else _KEY_BYTES * math.prod(value.shape)
 
 
 def is_host_copy(operation: Operation) -> bool:
-    """Whether an operation copies between device and host, as policies of `jax.checkpoint` do."""
+    """Return whether an operation copies between device and host memory.
+
+    Policies of `jax.checkpoint` that offload values make such operations.
+    """
     return operation.name == "device_put" and operation.uses_host_memory
 
 
 def copies_in_host(operation: Operation) -> list[Value]:
-    """What an operation copies from the device into host memory."""
+    """Return the outputs of an operation that are copies in host memory of values on the device."""
     return operation.outputs_in_host if is_host_copy(operation) else []
 
 
 def is_view(operation: Operation) -> bool:
-    """Whether the result is a view of an operand: it takes no time, and no bytes of its own."""
+    """Return whether the result is a view of an operand, or an `iota`.
+
+    Such a result takes no time, and no bytes of its own.
+    """
     return operation.name in _VIEWS or is_broadcast(operation)
 
 
 def is_pointwise(operation: Operation) -> bool:
-    """Whether XLA can compute an element of the result where it is read, from few elements."""
+    """Return whether each element of the result is computed from few elements of the operands.
+
+    XLA can compute such an element where it is read.
+    """
     return is_elementwise(operation) or operation.name in _PLACED
 
 
 def is_fused(operation: Operation) -> bool:
-    """Whether XLA fuses an operation with those that make its operands.
+    """Return whether XLA fuses an operation with the operations that make its operands.
 
     True of pointwise operations, and of reductions such as those of a softmax or a norm.
     """
@@ -57,13 +67,20 @@ def is_fused(operation: Operation) -> bool:
 
 
 def flops_of(operation: Operation) -> int:
-    """Floating-point operations of products and convolutions: two for each multiplication."""
+    """Return the FLOPs of an operation.
+
+    A kernel has those of its `cost_estimate`. A product or convolution has two for each
+    multiplication, and any other operation none.
+    """
     estimate = operation.equation.params.get("cost_estimate")
     return estimate.flops if estimate is not None else 2 * operation.products
 
 
 def seconds_of(operation: Operation) -> float:
-    """Predicted seconds of an operation: the longer of its arithmetic and its memory traffic."""
+    """Predict the seconds of an operation: the longer of its arithmetic and its memory traffic.
+
+    A loop takes the sum over its iterations.
+    """
     if is_view(operation):
         return 0.0
     written = sum(map(bytes_of, operation.outputs))

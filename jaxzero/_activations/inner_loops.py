@@ -1,10 +1,11 @@
-"""Loops inside of layers, such as those over experts, blocks of tokens or steps in time.
+"""Join the loops over layers of forward and backward, to choose what loops inside of layers keep.
 
-What such a loop stacks up for backward leaves the loop over layers as a stack of stacks. To choose
-what the loops inside keep, one trip of the forward loop over layers and the trip of the backward
-loop that reads its stacks are joined into one block, a program of forward and backward in which
-they are loops like any others. Then the block is divided again into the bodies of both loops over
-layers: each value of the forward half that the backward half reads becomes a stack.
+An inner loop is, for example, one over experts or blocks of tokens. Its forward half is in the body
+of the forward loop over layers, and its backward half in the body of the backward loop. `joined`
+puts both bodies into one block, as a program of forward and backward for one layer. For this
+program one chooses what its loops keep in the same way as for the whole program. `divided` then
+makes two bodies of the block again. Each value of the forward half that the backward half reads is
+stacked up by the loop over layers.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from .loops import Pair, stacked_values
 
 
 class Trip(NamedTuple):
-    """One trip of a forward loop and of the backward loop that reads its stacks, as one block.
+    """A block of a trip of a forward loop and the trip of the backward loop that reads its values.
 
     Attributes:
-        block: the operations of both bodies. Its inputs and outputs are those of the forward body,
-            without the outputs that are stacked up for backward, and then those of the backward
+        block: the operations of both bodies. Its inputs are those of the forward body, then those
+            of the backward body that `own` lists. Its outputs are those of the forward body, but
+            for the values that are stacked up for backward, then those of the backward body.
+        end: the number of the block's first operations, which are forward.
+        own: the indices of the backward loop's inputs that correspond to no value of the forward
             body.
-        end: how many of the operations are forward.
-        own: indices of the backward loop's inputs that the forward loop neither reads nor makes.
     """
 
     block: Block
@@ -34,7 +36,7 @@ class Trip(NamedTuple):
 
 
 def joined(pair: Pair) -> Trip:
-    """Join the bodies of a pair that has one backward loop."""
+    """Join the bodies of a pair's forward loop and of its only backward loop into one block."""
     forward, (backward,) = pair.forward, pair.readers
     first, num = forward.first_stack, forward.num_constants
     constants = dict(zip(forward.inputs[:num], forward.body.inputs, strict=False))
@@ -60,11 +62,14 @@ def joined(pair: Pair) -> Trip:
 
 
 def divided(pair: Pair, trip: Trip) -> Pair:
-    """Divide a joined trip, after its block was rewritten, into the two loops of its pair."""
+    """Divide the block of a trip into the bodies of two loops, and return the pair of these loops.
+
+    `trip` is what `joined` returned for `pair`, but with a block that has been rewritten.
+    """
     forward, (backward,) = pair.forward, pair.readers
     before, after = trip.block.operations[: trip.end], trip.block.operations[trip.end :]
     results = trip.block.outputs[-len(backward.outputs) :]
-    # Loops inside may stack up values that nothing reads any more; those must not cross.
+    # Inner loops may stack up values that nothing reads any more. What only they read is dropped.
     after = without_dead_code(Block((), results, after)).operations
     of_forward = {*forward.body.inputs, *(x for operation in before for x in operation.outputs)}
     read = [*(x for operation in after for x in operation.values), *results]
@@ -96,11 +101,12 @@ def divided(pair: Pair, trip: Trip) -> Pair:
 def _stacking(
     loop: Loop, operations: Sequence[Operation], values: Sequence[Value]
 ) -> tuple[Loop, dict[Value, Atom]]:
-    """The loop with a body of `operations` that also stacks up `values`.
+    """Replace the body of a loop by `operations`, and let the loop also stack up `values`.
 
     Returns:
-        The loop; and for each value of its body, but for carried ones, the value outside of which
-        it is a layer: an input of the loop, or a stack that it makes.
+        The new loop; and a dict from values of its body to values outside of it: from a constant
+        to the same input of the loop, from a scanned layer to the stack that it is taken from, and
+        from a value that the loop stacks up to its stack.
     """
     first = loop.first_stack
     outside = dict(zip(loop.body.inputs, loop.inputs, strict=True))

@@ -1,12 +1,11 @@
-"""Residuals of loops: what the body of a forward loop stacks up for the body of a backward loop.
+"""Rewrite pairs of a forward loop and the backward loops that scan the stacks that it makes.
 
 The body of the forward loop is one part of the program, for which a cut is chosen (`min_cut.Part`).
-Operations that backward repeats are copied into the body of the backward loop. As it is traced, and
-with only `a` kept:
+Operations that backward repeats are copied into the bodies of the backward loops. The first two
+lines show loops as they are traced, and the last two the same loops if only `a` is kept:
 
     for layer:            a, b, c = forward(x)      stacks of a, b and c
     for layer, reversed:  backward(a, b, c)
-
     for layer:            a, b, c = forward(x)      a stack of a
     for layer, reversed:  b, c = again(a); backward(a, b, c)
 """
@@ -36,18 +35,18 @@ from .._program import (
 from .costs import bytes_of, copies_in_host, seconds_of
 from .min_cut import Choice, Cost, Part
 
-_SMALLER = 8  # a constant of a loop is made in its body if it is so many times what it is made of
+_SMALLER = 8  # a constant made of values of so many times fewer bytes is made in the loop's body
 
 
 class Pair(NamedTuple):
-    """A loop of forward, and the loops of backward that scan what it stacks up.
+    """A loop of forward, and the loops of backward that scan the stacks that it makes.
 
     Attributes:
         forward: the loop of forward.
-        saved: the stacks that backward only scans, as indices of the loop's outputs.
-        readers: the loops of backward that scan them.
-        held: the stacks that are results or that backward reads otherwise, likewise: they are held
-            whatever is chosen.
+        saved: of the loop's outputs, the indices of the stacks that backward only scans.
+        readers: the loops of backward that scan stacks of `saved`.
+        held: the indices of the stacks that are held whatever is chosen: they are results, or
+            backward does not only scan them.
     """
 
     forward: Loop
@@ -57,14 +56,14 @@ class Pair(NamedTuple):
 
 
 def stacked_once(block: Block, end: int) -> tuple[Block, dict[Atom, Atom]]:
-    """Let loops stack up each value of their bodies once, in loops inside too.
+    """Let each loop, and each loop inside of it, stack up a value of its body once only.
 
-    A value that a scan returns is often a residual as well, for which JAX makes a second stack. In
-    backward, behind `end` operations, stacks that others than loops read remain: as gradients, such
-    as those of two weights that are added, each is reduced by itself, layer by layer.
+    A value that a scan returns is often a residual too, for which JAX makes a second stack. Loops
+    of backward, behind the first `end` operations, keep a second stack if it is an output or read
+    by other operations than loops. It is a gradient, which is reduced by itself.
 
     Returns:
-        The block, and for each stack that is dropped the one that is read in its place.
+        The block; and a dict from each stack that is dropped to the one that is read in its place.
     """
     instead: dict[Atom, Atom] = {}
     others = (x for x in block.operations[end:] if not isinstance(x, Loop))
@@ -86,13 +85,13 @@ def stacked_once(block: Block, end: int) -> tuple[Block, dict[Atom, Atom]]:
 
 
 def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
-    """The loops of forward that have stacks which backward scans, and reads in no other way.
+    """Return a pair for each forward loop that makes stacks which backward only scans.
 
     Forward may read these stacks too, as a decoder reads the states of an encoder.
 
     Args:
         block: a program.
-        end: how many of its operations are forward.
+        end: the number of the block's first operations that are forward.
         results: values that are kept whatever is chosen.
     """
     readers: dict[Atom, list[tuple[Operation, int]]] = {}
@@ -121,7 +120,7 @@ def find_pairs(block: Block, end: int, results: Collection[Atom]) -> list[Pair]:
 
 
 def stacks_in_host(loop: Loop) -> set[Value]:
-    """The stacks of a loop that are in host memory."""
+    """Return the stacks of a loop that are in host memory."""
     made = {x for operation in loop.body.operations for x in copies_in_host(operation)}
     return {stack for x, stack in stacked_values(loop) if x in made}
 
@@ -138,14 +137,14 @@ def part_of(
     weights: Collection[Value],
     times: int = 1,
 ) -> Part:
-    """The body of the forward loop of a pair.
+    """Return the body of a pair's forward loop as a part of forward for which a cut is chosen.
 
     Args:
         pair: the pair.
-        outside: what values of the block cost that do not exist in backward anyway.
+        outside: for values outside of the loop, the cost of reading one in a backward loop as well.
         never: operations of the body that are not repeated.
-        weights: stacks of weights of the block, and views of them.
-        times: how often the loop runs, in a loop around it.
+        weights: values outside of the loop that are stacks of weights, or views of such stacks.
+        times: how often the loop runs, if it is inside of another loop.
     """
     loop = pair.forward
     body = loop.body
@@ -154,7 +153,7 @@ def part_of(
         for indices in (pair.saved, pair.held)
     )
     fixed = fixed_of(body, layers_of(loop, weights))
-    # A layer of which backward reads a view, such as a cast one, is gathered there anyway.
+    # If backward reads a view of a layer's weight, such as a cast weight, it gathers it anyway.
     gathered = {x for view in saved & fixed.views for x in fixed.of(view) or ()}
     read = {x for reader in pair.readers for x in reader.inputs}
     entering = zip(loop.inputs, body.inputs, strict=True)
@@ -177,7 +176,7 @@ def part_of(
 
 
 def layers_of(loop: Loop, stacks: Collection[Value]) -> list[Value]:
-    """What the body of a loop reads of stacks that it scans: one layer of each."""
+    """Return the inputs of a loop's body that are layers of `stacks`, if the loop scans these."""
     return [inside for outside, inside in loop.stacks if outside in stacks]
 
 
@@ -188,16 +187,16 @@ def repeating(
     stack_of: dict[Value, Value],
     in_host: Collection[Value] = (),
 ) -> Block:
-    """Rewrite the loops of a pair: forward stacks up what is kept, backward repeats the rest.
+    """Let a pair's forward loop stack up kept values, and its backward loops recompute the others.
 
     Stacks that nothing reads any more remain, until `without_dead_code` drops them.
 
     Args:
         block: the program.
-        pair: loops of it.
-        choice: for the body of the forward loop.
-        stack_of: the stack of each value that some choice keeps and the loop did not stack up;
-            added to here, so that all prices have the same stacks.
+        pair: loops of the program.
+        choice: the choice for the body of the forward loop.
+        stack_of: the stacks of kept values for which the traced loop has none. New stacks are
+            added, so that a value has the same stack at all prices.
         in_host: the kept values that are in host memory between forward and backward.
     """
     made_inside = _made_inside(block, pair.forward)
@@ -222,7 +221,7 @@ def repeating(
 
 
 def replaced(block: Block, pair: Pair, by: Pair) -> Block:
-    """The block with other loops in the place of those of a pair."""
+    """Return the block with the loops of `by` in the place of those of `pair`."""
     others = zip((pair.forward, *pair.readers), (by.forward, *by.readers), strict=True)
     return _with_others(block, dict(others))
 
@@ -232,10 +231,10 @@ def _with_others(block: Block, others: Mapping[Any, Operation]) -> Block:
 
 
 def _made_inside(block: Block, loop: Loop) -> list[Operation]:
-    """Operations that make large constants of a loop, such as masks, of much smaller values.
+    """Return operations that make large constants of a loop, such as masks, from small values.
 
-    They are copied into its body. As a constant of the loop a broadcast mask would be read from
-    memory in full in each iteration.
+    The caller copies them into the loop's body. A broadcast mask that is made outside of the loop
+    would be read from memory in full in each iteration.
     """
     operations: dict[Operation, None] = {}
     for outside, inside in zip(loop.inputs[: loop.num_constants], loop.body.inputs, strict=False):
@@ -247,10 +246,10 @@ def _made_inside(block: Block, loop: Loop) -> list[Operation]:
 
 
 def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
-    """The operations that make a value from values of at most `most` bytes, in program order.
+    """Return in program order the operations that make a value from values of at most `most` bytes.
 
-    Each is a view or elementwise, so that XLA fuses it with what reads it. If the value needs any
-    other operation, the list is empty.
+    Each operation is a view or elementwise, so XLA fuses it with its readers. If the value needs
+    any other operation, the list is empty.
     """
     found: set[int] = set()
     waiting = [value]
@@ -268,7 +267,7 @@ def _made_of_small(block: Block, value: Atom, most: int) -> list[Operation]:
 
 
 def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
-    """A copy of a value to host memory, and the copy back, whose output is the value itself."""
+    """Return a copy of a value to host memory, and a copy back whose output is `value` itself."""
 
     def copy(x: Array) -> Array:
         host = jax.device_put(x, jax.memory.Space.Host)
@@ -279,7 +278,7 @@ def _to_host_and_back(loop: Loop, value: Value) -> tuple[Operation, Operation]:
 
 
 def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
-    """The values of the body that a loop stacks up, and their stacks."""
+    """Return each value of a loop's body that is stacked up, with its stack: a loop output."""
     first = loop.num_carry
     made = zip(loop.body.outputs[first:], loop.outputs[first:], strict=True)
     return [(x, stack) for x, stack in made if isinstance(x, Value)]
@@ -288,10 +287,10 @@ def stacked_values(loop: Loop) -> list[tuple[Value, Value]]:
 def _before_readers(
     made_inside: Sequence[Operation], repeated: Sequence[Operation]
 ) -> list[Operation]:
-    """Merge both lists, so that a constant is made right before the first operation to read it.
+    """Merge both lists: an operation that makes a constant stands right before its first reader.
 
-    The plan counts constants, such as masks of all attention scores, among the arrays that a layer
-    holds from where they are made.
+    The plan counts a constant, such as a mask of all attention scores, among the arrays that a
+    layer holds from the operation on that makes it.
     """
     makers = {x: operation for operation in made_inside for x in operation.outputs}
     ordered: dict[Operation, None] = {}
@@ -308,7 +307,12 @@ def _before_readers(
 
 
 class _Recomputing(Copies):
-    """Copies operations of a forward loop's body into the body of another loop."""
+    """Builds a loop whose body makes values by copies of operations, instead of reading them.
+
+    `loop` is the `forward` loop of a pair or one of its backward loops. Its new body has copies of
+    `repeated`, operations of the forward body, and of `made_inside`, which make large constants
+    outside of the loop. `stacks` maps values of the forward body to stacks that `loop` may scan.
+    """
 
     def __init__(
         self,
@@ -327,7 +331,7 @@ class _Recomputing(Copies):
         } - self._makers.keys()
         given = zip(loop.inputs, loop.body.inputs, strict=True)
         carry = range(loop.num_constants, loop.first_stack)
-        self.constants, self.scanned = {}, {}  # by the value outside, that inside
+        self.constants, self.scanned = {}, {}  # from a value outside of the loop to that inside
         for i, (outside, inside) in enumerate(given):
             if i not in carry:
                 (self.constants if i < loop.num_constants else self.scanned)[outside] = inside
@@ -355,7 +359,7 @@ class _Recomputing(Copies):
         )
 
     def _replaced(self) -> dict[Atom, Atom]:
-        """The inputs of the body that repeated operations compute, and the values they compute."""
+        """Return a dict from inputs of `loop`'s body to values that copied operations now make."""
         forward, loop = self.forward, self.loop
         replaced: dict[Atom, Atom] = {}
         made: dict[Atom, Value] = {stack: x for x, stack in stacked_values(forward)}

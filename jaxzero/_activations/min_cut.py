@@ -1,8 +1,9 @@
-"""What to keep of a part of forward: a minimum cut between what is kept and what backward reads.
+"""Choose which values of a part of forward are kept for backward, by a minimum cut.
 
-Let `price` be the seconds that a byte kept is worth. Keeping a value costs its bytes times `price`;
-repeating an operation in backward costs its seconds, and needs its inputs. The cheapest choice is a
-minimum cut of this graph, from the source to the sink:
+A value that backward reads is either kept, or made again by repeating operations in backward. Let
+`price` be the seconds that a kept byte is worth. Keeping a value costs its bytes times `price`.
+Repeating an operation costs its seconds, and needs its inputs. The cheapest choice is a minimum cut
+of this graph, from the source to the sink:
 
     source -> operation     its seconds: cut if it is repeated
     operation -> output     the output's bytes times `price`, and the seconds of the copies that
@@ -10,9 +11,9 @@ minimum cut of this graph, from the source to the sink:
     input -> operation      infinite: what is repeated needs its inputs
     wanted value -> sink    infinite
 
-Each price gives a point of the lower convex hull of seconds over bytes. The graph is that of
-Checkmate's integer program without its clock (https://arxiv.org/abs/1910.02653), and of the
-partitioner of torch.compile.
+Each price gives a point of the lower convex hull of seconds over bytes. Checkmate
+(https://arxiv.org/abs/1910.02653) has the same graph, and in addition the time at which each value
+is held. The partitioner of torch.compile has the same graph too.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from .._program import Operation, Value
 from .costs import STACKED, bytes_of, is_fused, is_pointwise, seconds_of
 
 _INFINITE = 2**31 - 1
-_LARGEST = 2**30  # of all finite capacities together, so that no sum overflows 32 bits
+_LARGEST = 2**30  # the sum of all finite capacities, so that no sum overflows 32 bits
 _SOURCE, _SINK = 0, 1
 
 
 class Cost(NamedTuple):
-    """What it costs if backward reads an input of a part.
+    """The cost of letting backward read an input of a part, which it would not read otherwise.
 
     Attributes:
-        bytes: of the value, if it has to be held until then.
-        seconds: to make it again, such as to gather a weight.
+        bytes: the bytes of the input, if it has to be held until backward reads it.
+        seconds: the time to make the input again, such as to gather a weight.
     """
 
     bytes: int = 0
@@ -49,18 +50,19 @@ class Part:
     """A part of forward for which one cut is chosen: a loop's body, or all outside of loops.
 
     Attributes:
-        operations: in program order.
-        wanted: the values that backward reads of those that operations make or that are carried.
+        operations: the operations of the part, in program order.
+        wanted: the outputs of `operations`, and the values of `carried`, that backward reads.
         carried: inputs of the part that can be kept for each trip: the carry of a loop.
-        inputs: what it costs if backward reads another input; those left out cost nothing.
+        inputs: the cost of each other input if a repeated operation reads it in backward. An input
+            without an entry costs nothing.
         stored: values that are held whatever is chosen, and so cost nothing to keep.
         never: operations that are not repeated.
         trips: how often the part runs.
-        layer_sets: how many times what all trips keep is on a device: see `choose_activations`.
-        segments: into how many segments the part is cut, which backward repeats one by one.
-        token_parts: devices that share each row, and so hold a part of each value.
-        is_stacked: whether what is kept is stacked up by a loop.
-        views: values that are views of weights, such as cast ones, and no activations.
+        layer_sets: a factor of the bytes that all trips keep, as for `choose_activations`.
+        segments: the number of segments of the part, which backward repeats one by one.
+        token_parts: the number of devices that share each row, and so hold a part of each value.
+        is_stacked: whether a loop stacks up the values that are kept.
+        views: views of weights, such as cast weights, which do not count as activations.
     """
 
     operations: Sequence[Operation]
@@ -78,7 +80,10 @@ class Part:
 
     @functools.cached_property
     def _fused(self) -> set[Operation]:
-        """Pointwise operations that XLA fuses with all readers, so that no result is written."""
+        """Pointwise operations that XLA fuses with every operation that reads their results.
+
+        Such results are not written to memory.
+        """
         readers: dict[Value, list[Operation]] = {}
         for operation in self.operations:
             for x in operation.values:
@@ -91,41 +96,47 @@ class Part:
         }
 
     def seconds_of(self, operation: Operation) -> float:
-        """How long it takes to repeat an operation in all trips."""
+        """Return the seconds that it takes to repeat an operation in all trips."""
         seconds = 0.0 if operation in self._fused else seconds_of(operation)
         return self.trips * seconds / self.token_parts
 
     @property
     def working_bytes(self) -> int:
-        """Bytes on a device of all values that backward reads of one trip, or of one segment."""
+        """The bytes on a device of all values that backward reads of one trip or one segment."""
         return sum(map(bytes_of, self.wanted)) // (self.segments * self.token_parts)
 
     def kept_bytes(self, value: Value) -> int:
-        """Bytes on a device that it takes to keep a value in all trips; 0 if it is held anyway."""
+        """Return the bytes on a device to keep a value in all trips; 0 if it is held anyway."""
         num = 0 if value in self.stored else bytes_of(value)
         return round(num * self.trips * self.layer_sets / self.token_parts)
 
     def seconds_to_keep(self, value: Value) -> float:
-        """Seconds, in all trips, of the copies into a stack and out of it if a value is kept."""
+        """Return the seconds to copy a kept value into a stack and out again, in all trips.
+
+        The result is 0 if no loop stacks up the value, or if it is held anyway.
+        """
         num = 0 if value in self.stored or not self.is_stacked else bytes_of(value)
         return STACKED * num * self.trips / self.token_parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is kept of a part, and which operations are repeated, in program order."""
+    """The values that a part of forward keeps, and its operations that backward repeats.
+
+    Both lists are in program order.
+    """
 
     kept: list[Value]
     repeated: list[Operation]
 
 
 def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
-    """The cheapest choice for a part; of equally cheap choices the one that repeats least.
+    """Return the cheapest choice for a part; of equally cheap choices the one that repeats least.
 
     Args:
         part: a part of forward.
         price: seconds for each byte that is kept.
-        keep: values that are kept at no cost.
+        keep: values that can be kept at no cost.
     """
     graph = _Graph()
     makers = {x: operation for operation in part.operations for x in operation.outputs}
@@ -163,7 +174,10 @@ def cheapest(part: Part, price: float, keep: Collection[Value] = ()) -> Choice:
 
 
 class _Graph:
-    """A graph of values and operations whose edges have seconds."""
+    """A flow graph from a source to a sink through values and operations.
+
+    The capacity of an edge is its cost in seconds.
+    """
 
     def __init__(self):
         self.nodes: dict[Value | Operation, int] = {}
@@ -173,10 +187,11 @@ class _Graph:
         return self.nodes.setdefault(x, len(self.nodes) + 2)
 
     def cut(self) -> set[Value | Operation]:
-        """The nodes on the sink's side of a minimum cut, as few as possible.
+        """Return the values and operations on the sink's side of a minimum cut.
 
-        Seconds are scaled to integers, which the solver needs: each is rounded up to a part in 2^30
-        of their sum.
+        Of several minimum cuts, the one with the fewest nodes on that side is taken. The solver
+        needs integer capacities. So seconds are rounded up to multiples of the sum of all finite
+        capacities, divided by 2^30.
         """
         from scipy.sparse import csr_array  # slow to import, and needed here alone
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow

@@ -1,4 +1,8 @@
-"""Choose most cheaply what a program keeps for backward, given seconds as the price of a byte."""
+"""Find the cheapest choice of what a program keeps for backward, if kept bytes have a price.
+
+The cost is in seconds. It is the predicted time to repeat operations in backward and to copy kept
+values into stacks and out again, plus the price of each kept byte.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,8 @@ class Point(NamedTuple):
     Attributes:
         num_bytes: bytes kept from forward to backward.
         seconds: the predicted time in which backward repeats operations of forward.
-        working: bytes of all values that backward reads of one layer, kept or recomputed.
+        working: bytes of all values that backward reads of one layer or segment, kept or
+            recomputed: the most of all parts of forward.
     """
 
     num_bytes: int
@@ -49,10 +54,11 @@ class Chosen:
     """A choice of what a program keeps from forward to backward, and the rewritten program.
 
     Attributes:
-        emit: makes the program in which forward and backward do as chosen.
-        choices: the parts of forward, each with what it keeps and what backward repeats.
+        emit: returns the program in which forward and backward do as chosen.
+        choices: each part of forward with its choice: the values that it keeps, and the operations
+            that backward repeats.
         in_host: the kept values that are in host memory between forward and backward.
-        frontier: computes the figures of the choices for other budgets, fewest bytes first.
+        frontier: returns the figures of choices for several budgets, fewest bytes first.
     """
 
     emit: Callable[[], Block]
@@ -62,36 +68,36 @@ class Chosen:
 
     @functools.cached_property
     def block(self) -> Block:
-        """The program that `emit` makes, made once."""
+        """The program that `emit` returns; `emit` is called once only."""
         return self.emit()
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes that a device keeps from forward to backward."""
+        """The bytes that a device keeps in its memory from forward to backward."""
         return kept_bytes(self.residuals)
 
     @property
     def seconds(self) -> float:
-        """The time to repeat operations in backward, by the cost model."""
+        """The predicted seconds to repeat operations in backward."""
         seconds = (part.seconds_of(x) for part, choice in self.choices for x in choice.repeated)
         return sum(seconds, 0.0)
 
     @property
     def seconds_in_all(self) -> float:
-        """The time to repeat operations in backward, and to copy what is kept."""
+        """The predicted seconds to repeat operations in backward and to copy kept values."""
         kept = (part.seconds_to_keep(x) for part, choice in self.choices for x in choice.kept)
         return self.seconds + sum(kept)
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """All values that are kept on the device, kept in host memory, or recomputed, in order."""
+        """All values that are kept on the device or in host memory, or are recomputed."""
         return tuple(
             x for part, choice in self.choices for x in residuals_of(part, choice, self.in_host)
         )
 
     @property
     def point(self) -> Point:
-        """The figures of this choice."""
+        """The figures of this choice: its kept bytes, seconds and working bytes."""
         working = max((part.working_bytes for part, _ in self.choices), default=0)
         return Point(self.num_bytes, self.seconds, working)
 
@@ -102,9 +108,10 @@ class PricedProgram:
     Args:
         block: the joint program of forward and backward.
         weights: the inputs that are weights.
-        results: the outputs that are no gradients: operations up to their last maker are forward.
-        layer_sets: with pipeline stages, as in `choose_activations`, and choices are for loops
-            only. None: no stages, and operations outside of loops have choices too.
+        results: the outputs that are not gradients. The last operation that one of them needs is
+            the last of forward.
+        layer_sets: the factor of `choose_activations` with pipeline stages; then only loops have
+            choices. None without stages; then operations outside of loops have choices too.
         token_parts: the number of devices that share each row, as in `Part`.
     """
 
@@ -138,7 +145,7 @@ class PricedProgram:
             price: the price of a byte, in seconds.
             link: the share of the time of forward's matrix products during which the link to host
                 memory may carry copies, from 0 to 1.
-            keep: values that are kept at no price.
+            keep: values that cost nothing to keep.
         """
         end = self._end(self.block)
         block, choices, in_host = self._of_loops(
@@ -176,23 +183,23 @@ class PricedProgram:
         times: int = 1,
         link: float = 0.0,
     ) -> tuple[Block, list[tuple[Part, Choice]], set[Value]]:
-        """Choose for each loop of a block what it keeps, and rewrite the block accordingly.
+        """Choose for each forward loop of a block what it keeps, and rewrite the block accordingly.
 
         Args:
-            block: the program; or one layer's forward and backward, which `inner_loops.joined` has
-                made one block, to choose for the loops inside of the layer.
+            block: the program; or a layer's forward and backward, which `inner_loops.joined` has
+                joined, to choose for the loops inside of the layer.
             end: the number of the block's first operations that are forward.
-            outside: for each value of the block outside of its loops, what it costs to keep the
-                value, or make it again, for a backward loop that would not read it otherwise.
+            outside: for each value of the block outside of its loops, the cost to keep the value,
+                or to make it again, for a backward loop that would not read it otherwise.
             price: seconds that a kept byte costs.
-            keep: values that are kept at no price.
+            keep: values that cost nothing to keep.
             results: outputs of the block that are kept whatever is chosen.
             weights: values of the block that are weights, or views of weights.
             times: how often the block runs.
             link: as for `at`.
 
         Returns:
-            The new block; each part of forward with its choice; and the values in host memory.
+            The new block; each part of forward with its choice; and the kept values in host memory.
         """
         choices, done, in_host = [], set(), set()
         while pair := self._next_pair(block, end, results, done):
@@ -216,11 +223,12 @@ class PricedProgram:
     ) -> tuple[loops.Pair, list[tuple[Part, Choice]]]:
         """Choose what a forward loop and the loops inside of it keep for their backward loops.
 
-        Where backward repeats a loop inside as a whole, that loop does not also repeat parts of
-        itself in its backward loop, unless what it would stack up for one layer costs more.
+        Two choices are compared, and the cheaper one is returned. In the first, the stacks of an
+        inner loop are kept, or backward repeats the inner loop as a whole. In the second, inner
+        loops have choices of their own, by which their backward loops repeat parts of them.
 
         Returns:
-            The pair, with the loops inside rewritten; and each part with its choice, the last of
+            The pair, with its inner loops rewritten; and each part with its choice, the last of
             which is for the body of the pair's forward loop.
         """
         stacks = {*loops.stacked_values(pair.forward), *self._stack_of.items()}
@@ -253,7 +261,11 @@ class PricedProgram:
     def _outside_of_loops(
         self, block: Block, counted: Collection[Value]
     ) -> tuple[unrolled.Forward, Part]:
-        """Return the part outside of loops; for the traced program, one part serves all prices."""
+        """Return the operations of forward outside of loops, as `Forward` and as a `Part`.
+
+        The result for the traced program is computed once, for all prices. `counted` is that of
+        `Forward`.
+        """
         if block is self.block and self._unrolled is not None:
             return self._unrolled
         forward = unrolled.Forward(block, self.weights, self._end(block), counted)
@@ -272,7 +284,7 @@ class PricedProgram:
 
     @functools.cached_property
     def pairs(self) -> list[loops.Pair]:
-        """The pairs of forward and backward loops in the traced program, equal for all prices."""
+        """The pairs of forward and backward loops in the traced program."""
         return loops.find_pairs(self.block, self._end(self.block), self.block.outputs)
 
     def _next_pair(
@@ -283,13 +295,13 @@ class PricedProgram:
         return next((x for x in pairs if x.forward.outputs[0] not in done), None)
 
     def _end(self, block: Block) -> int:
-        """Return how many operations are forward: up to the maker of the last of the results."""
+        """Return the number of operations of forward: up to the last that the results need."""
         needed = operations_for(block, self.results, self.inputs)
         return block.operations.index(needed[-1]) + 1 if needed else 0
 
 
 def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Value, Cost]:
-    """Return what it costs to keep each value that operations make, if they run `times` times."""
+    """Return the cost of keeping each value that operations make, if they run `times` times."""
     costs: dict[Value, Cost] = {}
     for operation in operations:
         # To keep a view is to keep what it is a view of, where that has fewer bytes.
@@ -302,10 +314,11 @@ def _costs_to_keep(operations: Sequence[Operation], times: int = 1) -> dict[Valu
 
 
 def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection[Value]) -> float:
-    """Return the seconds of repeated operations, and of held bytes at their price.
+    """Return the cost in seconds of the choices for the loops inside of a loop, and of its own.
 
-    Held are the values that the last part keeps, and the stacks of loops that backward repeats as a
-    whole.
+    The choice of the outer loop is the last one. The cost is the time of all repeated operations,
+    plus that of the values that the outer loop keeps, but for those of `keep`, plus `price` for
+    each byte that `_held_by_loops` returns.
     """
     part, choice = choices[-1]
     kept = [x for x in choice.kept if x not in keep]
@@ -315,7 +328,10 @@ def _cost(choices: Sequence[tuple[Part, Choice]], price: float, keep: Collection
 
 
 def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
-    """Return the bytes of one layer's stacks from inner loops that backward repeats as a whole."""
+    """Return the bytes of the stacks that inner loops make again in backward, for one layer.
+
+    Only an inner loop that backward repeats as a whole makes its stacks again.
+    """
     return sum(
         bytes_of(x) // part.token_parts
         for part, choice in choices
@@ -327,22 +343,26 @@ def _held_by_loops(choices: Sequence[tuple[Part, Choice]]) -> int:
 
 
 def _repeated_alone(part: Part, choice: Choice) -> tuple[Part, Choice]:
-    """Return an inner loop's choice without the kept values, which the loop around it counts."""
+    """Return an inner loop's part and choice without the values that the loop keeps.
+
+    The part of the loop around it counts the stacks of these values.
+    """
     repeated = {x for operation in choice.repeated for x in operation.outputs}
     wanted = [x for x in part.wanted if x in repeated]
     return dataclasses.replace(part, wanted=wanted), Choice([], choice.repeated)
 
 
 def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[Value]:
-    """Return the values of a pair that go to host memory: the largest, as far as the link is idle.
+    """Return the kept values of a pair that go to host memory: the largest whose copies are hidden.
 
-    A copy begins when its value is made, and is waited for at the end of the layer: it is hidden
-    behind the products in between.
+    A copy begins when its value is made, and is waited for at the end of the layer. It is hidden if
+    the matrix products in between take longer than all copies by then. `link` is the share of that
+    time that may be used, as for `PricedProgram.at`.
     """
     loop = pair.forward
     if loop.is_reversed and not COUNTERS_INDEX_HOST:  # XLA would write the stack in wrong order
         return []
-    idle, left = 0.0, {}  # bytes that can be copied between the making of a value and the end
+    idle, left = 0.0, {}  # bytes that can be copied from when a value is made to the layer's end
     for operation in reversed(loop.body.operations):
         left |= dict.fromkeys(operation.outputs, idle)
         idle += link * flops_of(operation) / RATES.flops * RATES.host
@@ -360,8 +380,8 @@ def _in_host(pair: loops.Pair, part: Part, choice: Choice, link: float) -> list[
 def _is_bound(operation: Operation) -> bool:
     """Return whether an operation is never repeated, for its side effects or its unknown cost.
 
-    True of effects, calls of Python, collectives, barriers, copies between device and host,
-    operations that make tokens or references, and kernels and `while` loops of unknown cost.
+    This is true of effects, calls of Python, collectives, barriers, copies between device and host,
+    operations that make tokens or references, kernels of unknown cost, and `while` loops.
     """
     if isinstance(operation, Barrier) or operation.name == "while" or is_host_copy(operation):
         return True

@@ -1,4 +1,4 @@
-"""Describe the residuals of a program: what forward makes for backward, and how each is held."""
+"""Describe a program's residuals: values that forward makes, and backward reads or recomputes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Residual:
     """A value that forward makes, and that backward reads or computes again.
 
     Attributes:
-        shape: the shape of the value on one device, of its own rows with all tokens; in a loop,
-            the shape of one layer's value.
+        shape: the shape of the value for the rows of one device, also where several devices share
+            the tokens of a row; in a loop, the shape of one layer's value.
         dtype: the dtype of the value.
         layers: how many iterations the loops around the value have, each of which makes one; 1
             outside of loops.
         num_bytes: the bytes of the values of all layers on one device.
         where: file, line and function of the operation that makes the value.
         action: whether it is kept, recomputed in backward, or kept in host memory.
-        flops: floating-point operations of the matrix products that recompute the value, in all
-            layers. A product that several residuals need counts for the first of them.
+        flops: the FLOPs of the matrix products that recompute the value, in all layers. A product
+            that several residuals need counts for the first of them only.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,13 @@ def _products(residuals: Iterable[Residual]) -> str:
 
 
 def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iterator[Residual]:
-    """Yield a residual for each value that a part of forward keeps, or that backward recomputes."""
+    """Yield a residual for each value that a part of forward keeps, or that backward recomputes.
+
+    Args:
+        part: a part of forward, such as the body of a loop over layers.
+        choice: the values of the part that are kept, and the operations that are repeated.
+        in_host: the kept values that wait in host memory.
+    """
     makers = {x: operation for operation in part.operations for x in operation.outputs}
     repeated = {*choice.repeated}
     flops = _flops_by_residual(part, choice)
@@ -102,7 +108,10 @@ def residuals_of(part: Part, choice: Choice, in_host: Collection[Value]) -> Iter
 
 
 def _flops_by_residual(part: Part, choice: Choice) -> dict[Value, int]:
-    """Return the FLOPs to recompute each residual; an operation counts for its first residual."""
+    """Return the FLOPs to recompute each residual.
+
+    An operation that several residuals need counts for the first of them only.
+    """
     makers = {x: operation for operation in choice.repeated for x in operation.outputs}
     left, flops = {*choice.repeated}, {}
     wanted = {*part.wanted}

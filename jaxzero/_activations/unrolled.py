@@ -1,10 +1,10 @@
-"""Residuals outside of loops, such as those of a network whose layers are unrolled.
+"""Recompute values outside of loops, such as those of a network whose layers are unrolled.
 
-If backward began by repeating all of forward, everything would be held at once all the same. So
-forward is cut into segments where little is alive; what crosses a cut is kept, and backward repeats
-a segment when it comes to it, as in https://arxiv.org/abs/1604.06174. With few cuts little is kept,
-but segments are long, and hold much while backward repeats them. For several bounds on a segment's
-bytes the cuts that keep least are found; of these the ones with the lowest peak are taken.
+If backward began by repeating all of forward, all residuals would exist at once, as if they had
+been kept. So forward is cut into segments, at places where few bytes are alive. Values that cross a
+cut are kept. Backward repeats a segment when it first reads a value of the segment, as in
+https://arxiv.org/abs/1604.06174. With few cuts few values are kept, but segments are long, and
+their values take much memory while backward repeats them. `_cuts` weighs one against the other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .loops import Pair, find_pairs, stacks_in_host
 from .min_cut import Choice, Cost, Part
 
 _LEAST_GAIN = 4  # the last cut pays if its segment's residuals are so many times what it keeps
-# A cut costs in addition this part of all that is alive there. Where two cuts keep as much, the one
-# between layers is taken.
+# A cut costs in addition the bytes that are alive there, divided by this. So of two cuts that keep
+# as much, the one between layers is taken.
 _RATHER = 16
-_PLACES = 1000  # where segments may end: finding the best takes time and memory by their square
+_PLACES = 1000  # most places where segments may end: time and memory grow with their square
 # Bounds that are tried: a segment has at most the bytes of all residuals, divided by one of these.
 _PARTS = tuple(1.25**i for i in range(20))
 
@@ -46,9 +46,10 @@ class Forward:
     Attributes:
         block: the program.
         end: how many of its operations are forward.
-        wanted: the values that forward makes and backward reads. Left out are stacks that are
-            residuals of their loops, values in host memory, weights, and what is made at the end of
-            forward and read at the start of backward.
+        wanted: the values that forward makes and backward reads, and that are kept or recomputed
+            by a choice for this part. They do not include weights, values in host memory, stacks
+            of values for which a loop has a choice of its own, and values that are made at the end
+            of forward and read at the start of backward.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class Forward:
 
         Args:
             block: the program.
-            weights: its inputs that are gathered where they are used.
+            weights: inputs of the program that are gathered where they are used.
             end: how many of its operations are forward.
-            counted: values that the bodies of loops keep, whose stacks are residuals of the loops,
-                and views of weights, whose stacks are computed where loops scan them. Other stacks
-                that backward reads are wanted here, such as an encoder's states that only a decoder
-                and its backward loop read.
+            counted: values in bodies of loops; their stacks are not in `wanted`. These are values
+                that a loop keeps by its own choice, and views of weights, whose stacks are computed
+                where loops scan them. Other stacks that backward reads are in `wanted`, such as an
+                encoder's states that only a decoder and its backward loop read.
         """
         self.block = block
         self.end = end
@@ -95,13 +96,15 @@ class Forward:
         self.wanted = [x for x in self.wanted if x not in turn]
 
     def part(self, outside: Mapping[Value, Cost], never: Collection[Operation]) -> Part:
-        """The part of the program for which a cut is chosen.
+        """Return forward outside of loops as a part for which a minimum cut is chosen.
 
-        What crosses a cut of segments is kept: the operations that make it are never repeated.
+        Values that cross from a segment into another are kept: operations that make such values are
+        never repeated.
 
         Args:
-            outside: what the inputs cost that backward does not read anyway.
-            never: other operations that are not repeated, beside loops that stack up values.
+            outside: for inputs of the program, the cost of reading one in backward as well.
+            never: further operations that are not repeated. Loops that stack up values for backward
+                need not be among them.
         """
         operations = [
             x for x in self.block.operations[: self.end] if not any(map(self.is_weight, x.outputs))
@@ -115,17 +118,26 @@ class Forward:
         return Part(operations, self.wanted, (), inputs, {*stored}, never, segments=segments)
 
     def is_weight(self, value: Value) -> bool:
-        """Whether a value is a weight or made of weights alone, which backward gathers anyway."""
+        """Return whether a value is a weight or made of weights only.
+
+        Backward gathers weights anyway.
+        """
         return bool(self._fixed.of(value))
 
     def segment(self, operation: Operation) -> int:
-        """The number of an operation's segment; of a join, that of the last to read it."""
+        """Return the number of the segment that an operation is in.
+
+        A concatenation that is not kept (`_joins`) is in the segment of its result's last reader.
+        """
         made = operation.outputs[0]
         at = self._last[made] if made in self._joined else self._at[made]
         return bisect.bisect_left(self._cuts, at)
 
     def last_segment(self, value: Value) -> int:
-        """The number of the last segment that reads a value; of the one that makes it, if none."""
+        """Return the number of the last segment that reads a value.
+
+        If no operation of forward reads the value, return the number of the segment that makes it.
+        """
         return bisect.bisect_left(self._cuts, self._last.get(value, self._at[value]))
 
     def _crosses(self, value: Value) -> bool:
@@ -137,9 +149,10 @@ class Forward:
         return value in self._derived or value in self._joined or self.is_weight(value)
 
     def _joins(self) -> set[Value]:
-        """Concatenated arrays, such as those of skip connections: their operands are kept instead.
+        """Find concatenated arrays that forward reads, such as those of skip connections.
 
-        So the operands are alive as long as the joined array is read.
+        They do not cross cuts. Their operands are kept instead, as if the last reader of the
+        concatenated array read them.
         """
         joined = set()
         for operation in reversed(self.block.operations[: self.end]):
@@ -152,10 +165,11 @@ class Forward:
         return joined
 
     def _around_turn(self, pairs: Sequence[Pair]) -> set[Value]:
-        """Values that backward reads when it begins: to repeat them would not save memory.
+        """Find the values that forward makes last and backward reads only when it begins.
 
-        They are made behind the last loop over layers, or in the last segment, and are not read by
-        the loop of gradients of layers or anything behind it.
+        Recomputing them would not save memory. They are made behind the last loop over layers, or
+        without such a loop in the last segment. Neither the first backward loop over layers nor any
+        operation behind it reads them.
         """
         operations = self.block.operations
         last = max((self._at[x] for x in self.wanted), default=0)
@@ -172,7 +186,7 @@ class Forward:
         return {x for x in made if x not in late}
 
     def _made_of_inputs(self) -> set[Value]:
-        """Values that are made of no weights and no products, such as masks and positions."""
+        """Find values computed without weights and matrix products, such as masks and positions."""
         derived = {x for x in self.block.inputs if not self.is_weight(x)}
         for operation in self.block.operations[: self.end]:
             if not operation.products and all(x in derived for x in operation.values):
@@ -180,10 +194,11 @@ class Forward:
         return derived
 
     def _segments(self) -> list[int]:
-        """Where segments end: the indices of their last operations, but for the last segment.
+        """Choose the segments; return the index of the last operation of each but the last one.
 
-        A segment may end where fewer bytes are alive than before, and no more than behind. Without
-        a loop the last segment is as short as pays, such as a head without the last layer.
+        A segment may end where fewer bytes are alive than before, and no more than behind. If no
+        loop runs over layers, the last cut is the latest one behind which forward makes at least
+        `_LEAST_GAIN` times as many bytes of residuals as the cut keeps.
         """
         made = np.zeros(self.end, np.int64)
         for value in self.wanted:
@@ -209,21 +224,22 @@ class Forward:
 
 
 def _cuts(ends: list[int], spans: list[tuple[int, int, int]], made: np.ndarray) -> list[int]:
-    """Cut forward into segments, the last cut at the last of `ends`.
+    """Choose where to cut forward into segments, with the last cut at the last of `ends`.
 
-    Of cuts whose segments have no more than so many bytes of residuals, a shortest path finds those
-    that keep least. Of the paths for several such bounds the one is taken for which the sum of two
-    is least: the bytes that all cuts keep; and the peak, of a segment's bytes and those that the
-    cuts before it keep.
+    For several bounds on the bytes of residuals that a segment makes, a shortest path finds the
+    cuts that keep the fewest bytes. Of the results for all bounds, the one with the least sum of
+    kept and peak bytes is taken. The peak is the largest sum, over segments, of the bytes that the
+    segment makes and the bytes that cuts before it keep.
 
     Args:
-        ends: where segments may end: the indices of their last operations.
-        spans: of each value that cuts may keep, the index of the operation that makes it, that of
-            the last to read it in forward, and its bytes; in the order in which they are made.
-        made: for each operation, the bytes of the residuals that are made up to it.
+        ends: the indices of operations behind which forward may be cut.
+        spans: for each value that a cut may keep, the index of the operation that makes it, the
+            index of the last operation of forward that reads it, and its bytes; sorted by the
+            first index.
+        made: for each operation, the bytes of the residuals that it and operations before it make.
 
     Returns:
-        The chosen ones of `ends`, with the last.
+        The chosen elements of `ends`, in order. The last element is always chosen.
     """
     num, at = len(ends), np.array(ends)
     starts = np.array([-1, *ends[:-1]])
@@ -255,7 +271,7 @@ def _cuts(ends: list[int], spans: list[tuple[int, int, int]], made: np.ndarray) 
 
 
 def repeating(forward: Forward, choice: Choice) -> Block:
-    """The program in which backward repeats the operations that are chosen."""
+    """Return the program in which backward repeats the operations of `choice`."""
     block, end = forward.block, forward.end
     if not choice.repeated:
         return block
@@ -271,12 +287,12 @@ def repeating(forward: Forward, choice: Choice) -> Block:
 
 
 class _Again(Copies):
-    """The operations of backward, and segments of forward that it repeats.
+    """Builds the operations of backward, with copies of the segments of forward that it repeats.
 
-    A barrier (`optimization_barrier`) ties the kept values from which a segment is repeated to the
-    newest gradient. Without it XLA could repeat the segment earlier, or merge it with the first
-    computation. Values that backward's own operations read pass the barrier too: otherwise XLA
-    keeps the transposed copy that forward made for a product beside the value itself.
+    The kept values that a repeated segment reads pass a barrier (`optimization_barrier`) together
+    with the newest gradient. Without the barrier, XLA could repeat the segment earlier, or merge it
+    with its first computation in forward. The kept values that operations of backward read pass it
+    too. Otherwise XLA keeps a transposed copy, made for a product of forward, beside each value.
     """
 
     def __init__(self, forward: Forward, choice: Choice):
@@ -321,10 +337,10 @@ class _Again(Copies):
         return self._tie(value, self._forward.segment(copied), copied)
 
     def _read_early(self) -> set[Value]:
-        """Kept values that backward reads before it has come to their segments.
+        """Find kept values that backward reads before it comes to their segments.
 
-        They may be residuals of a `jax.custom_vjp`, which its forward does not read. With them, the
-        barrier of their whole segment would come too early; so they have barriers of their own.
+        Such a value may be a residual of a `jax.custom_vjp` that no operation of forward reads. It
+        has a barrier of its own, so that the barrier of its segment does not come too early.
         """
         block, segment_of = self._forward.block, self._forward.last_segment
         first: dict[Value, int] = {}
@@ -368,10 +384,11 @@ class _Again(Copies):
 
 
 def _sums(backward: Sequence[Operation]) -> set[Value]:
-    """Values of backward of which only sums and moves of elements are computed: weights' gradients.
+    """Find values of backward that only enter sums and moves of elements: gradients of weights.
 
-    Their reductions move over those operations, but not over a barrier: behind one, gradients of
-    layers would be put together in full, and then reduced.
+    These values must not pass a barrier. The reduction of a gradient over devices is moved up
+    across such sums and moves, but not across a barrier: below a barrier, the gradients of all
+    layers would be put together in full before they are reduced.
     """
     onward: set[Value] = set()
     for operation in reversed(backward):

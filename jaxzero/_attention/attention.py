@@ -156,12 +156,12 @@ def dot_product_attention(*arrays: Any, implementation: Implementation, **option
 def _attend_to_all(
     method: Method | None, arrays: tuple[Array, Array, Array], *others: Any, **options: Any
 ) -> Float[Array, "b t h v"]:
-    """Call `dot_product_attention` with all keys of each row, after the exchange of `method`.
+    """Call `dot_product_attention` on whole rows, after moving split tokens as `method` says.
 
     Args:
         method: how queries meet keys of other devices; None: tokens are not split.
         arrays: queries, keys and values.
-        others: bias, mask, and the lengths of queries and keys; each may be None.
+        others: bias, mask, the lengths of queries, and those of keys; each may be None.
         options: further arguments of `dot_product_attention`.
     """
 

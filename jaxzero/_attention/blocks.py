@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of each part, their marks, and limits of the keys they see, as traced arrays."""
+    """The queries of each part, with their marks, and traced limits of the keys that they see."""
 
     query: Float[Array, "b p t g n k"]
     marks: Int[Array, "b p t"]
@@ -155,7 +155,7 @@ attend_in_blocks.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of queries and a block of keys: where they start in each part, and their sizes."""
+    """A pair of a block of queries and a block of keys: their starts in each part, and sizes."""
 
     query_start: Array
     key_start: Array
@@ -279,7 +279,7 @@ class _Loop:
             sums, keys = carry
             following = self._passed_on(keys)  # while this step computes
             sums = self._over_pairs(sums, keys, number, pair)
-            # Otherwise XLA sends keys and sums in one message, once the sums are there.
+            # Otherwise XLA sends keys and sums in one message, which has to wait for the sums.
             sums, (key, value) = lax.optimization_barrier((sums, following[:2]))
             following = Keys(key, value, following.marks)
             travelling = self._passed_on(sums[num_of_queries:])
@@ -325,7 +325,7 @@ class _Loop:
         return sums
 
     def _is_seen(self, block: _Block, start: Array) -> Any:
-        """Return whether a query of the block may see a key of it, if query 0 is at `start`."""
+        """Return whether any query of `block` may see any key of it, if query 0 is at `start`."""
         factor, offset = self.form.query_places
         first = block.query_start * factor + start
         last = first + (block.num_queries - 1) * factor + offset * (self.num_parts - 1)

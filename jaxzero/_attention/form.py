@@ -14,7 +14,7 @@ from .._mesh import exchange_over_tokens, split_over_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which keys a query sees, and the formula of its logits.
+    """A description of which keys a query sees, and of the formula of its logits.
 
     Attributes:
         scale: factor of the products of queries and keys.
@@ -90,17 +90,22 @@ def pairs_of_blocks(
 
 
 def some_seen(form: Form, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
-    """Return whether some query in a range may see some key in another range, by distance.
+    """Return whether a query in one range of positions may see a key in another range.
+
+    Only `form.before` and `form.after` are considered, and no marks.
 
     Args:
         form: which keys are seen.
         queries: the positions of the first and the last query, as numbers or arrays.
-        keys: the positions of the first and the last key.
+        keys: the positions of the first and the last key, as numbers or arrays.
+
+    Returns:
+        A bool for numbers, and a boolean array for arrays.
     """
     seen = True if form.after is None else keys[0] <= queries[1] + form.after
     return seen if form.before is None else seen & (keys[1] >= queries[0] - form.before)
 
 
 def default_scale(size: int) -> float:
-    """Return the default factor of logits, for queries of `size` numbers."""
+    """Return the default factor of logits, `size ** -0.5`, for queries of `size` numbers."""
     return 1 / math.sqrt(size)

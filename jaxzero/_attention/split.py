@@ -141,7 +141,7 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
     """Split queries, keys and values so that each device can attend over whole rows.
 
     With "heads", all three are split by heads; otherwise queries are split by tokens, and keys and
-    values are gathered. The compiler then partitions any attention in the same way.
+    values are gathered. The compiler then splits attention in the same way, however it is computed.
     """
     query, key, value = (split_over_tokens(x, 1) for x in (query, key, value))
     if method == "heads":
@@ -152,9 +152,10 @@ def exchanged(method: Method, query: Array, key: Array, value: Array) -> tuple[A
 
 
 def back_to_tokens(x: Array, method: Method | None, moves: bool | None = None) -> Array:
-    """Split a result of attention over its tokens, dim 1; return it as it is if `method` is None.
+    """Split a result of attention over its tokens, dim 1; return `x` unchanged if `method` is None.
 
-    `moves` says whether the result has another split now. By default it does for "heads".
+    `moves` says whether `x` is split by heads now, so that devices exchange data. By default this
+    is so for the method "heads".
     """
     if method is None:
         return x

@@ -1,7 +1,7 @@
-"""Atomic checkpoints of training state with Orbax, without padding and with digests.
+"""Save and restore checkpoints of training state with Orbax: atomic, unpadded, with digests.
 
 In: a tree of sharded arrays and a directory. Out: numbered checkpoints, restored on any mesh.
-Entry points use `Checkpoints` and the lists of what a directory holds.
+Entry points use `Checkpoints`, and functions that list the checkpoints in a directory.
 """
 
 from .checkpoints import Checkpoints as Checkpoints

@@ -41,7 +41,7 @@ _PACKAGES = ("jaxzero", "jax", "orbax-checkpoint")
 
 
 class Restored(NamedTuple):
-    """The content of a checkpoint that has been read."""
+    """A checkpoint that has been read: its step, its trees of arrays, and its `extra` values."""
 
     step: int
     state: dict[str, Any]  # trees with the structure and shardings of `like`
@@ -183,12 +183,12 @@ class Checkpoints:
         Args:
             like: the trees to read, as arrays or from `zero.abstract`; or a function that returns
                 them, given the `extra` of the checkpoint. The mesh and the number of processes may
-                differ from those that saved.
+                differ from those of the run that saved.
             step: step of the checkpoint; by default the newest undamaged one.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            MemoryError: the host has too little memory for the arrays that go there.
+            MemoryError: the host lacks memory for the arrays that go to host memory.
             ValueError: the checkpoint requested by `step` is damaged, or all are, now or in an
                 earlier attempt; its leaves, shapes or dtypes differ from those of `like`; or files
                 that fit their digests cannot be decoded.
@@ -226,7 +226,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _may_be_deleted(folder: Path) -> Iterator[None]:
-    """Raise `FileNotFoundError` if the body fails and the checkpoint has been deleted."""
+    """Turn an error in the body into `FileNotFoundError` if the checkpoint has been deleted."""
     try:
         yield
     except Exception as error:

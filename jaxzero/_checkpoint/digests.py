@@ -137,7 +137,7 @@ def _read_sizes(folder: Path) -> dict[str, int]:
 
 
 def max_bytes_of(leaves_bytes: int, num_leaves: int) -> int:
-    """Bound the size on disk of leaves that have `leaves_bytes` in memory, with their metadata."""
+    """Return an upper bound of a checkpoint's bytes on disk, from its leaves' bytes in memory."""
     return 2 * leaves_bytes + 2**20 * num_leaves + 4 * MAX_TEXT_BYTES
 
 
@@ -164,9 +164,9 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 
 def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> None:
-    """Raise `_Damage` unless a file has its size and digest.
+    """Raise `_Damage` unless a file has the recorded `size`, and `wanted` as its digest.
 
-    `size` is None for the description, which holds the sizes of the other files.
+    `size` is None for the description, since this file itself holds the sizes of the other files.
     """
     path = folder / name
     with _opening(folder, name):
@@ -180,12 +180,12 @@ def _compare(folder: Path, name: str, size: int | None, wanted: str | None) -> N
 
 
 class _Damage(Exception):
-    """Raised for damage; its message says what is wrong with a file of a checkpoint."""
+    """Raised if a checkpoint is damaged; the message says which file, and what is wrong with it."""
 
 
 @contextlib.contextmanager
 def _opening(folder: Path, name: str) -> Iterator[None]:
-    """Raise `_Damage` if a file is missing or not regular; name it in other errors of reading."""
+    """Raise `_Damage` if a file is missing or irregular; let other errors name the file."""
     try:
         yield
     except MISSING as error:

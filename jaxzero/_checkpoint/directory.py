@@ -119,7 +119,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 class NoCheckpoint(FileNotFoundError):
-    """Raised if there is no checkpoint; not for a file that is missing in one."""
+    """Raised if there is no checkpoint to read, but not if a checkpoint lacks a file."""
 
 
 def choose(directory: Path, wanted: int | None, seconds: float) -> int:
@@ -181,9 +181,9 @@ def say_all_damaged(directory: Path, names: Sequence[str]) -> str:
 
 
 def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int], list[str]]:
-    """Return the steps and the names of damaged checkpoints, as process 0 lists them. Collective.
+    """Return the steps of checkpoints, and the names of damaged ones, as process 0 lists them.
 
-    On a shared file system other processes may see changes later.
+    Collective. On a shared file system other processes may see changes later than process 0.
     """
     with all_succeed(name, seconds) as facts:
         if jax.process_index() == 0:
@@ -192,7 +192,7 @@ def list_together(name: str, directory: Path, seconds: float) -> tuple[list[int]
 
 
 def _verify(name: str, folder: Path, seconds: float) -> tuple[bool, str | None]:
-    """Return if a checkpoint exists, and a description of its damage or None. Collective."""
+    """Return whether a checkpoint exists, and a text on its damage, or None. Collective."""
     with all_succeed(name, seconds) as facts:  # an error is not evidence of damage
         share = {"number": jax.process_index(), "count": jax.process_count()}
         facts["problem"] = find_damage(folder, **share)

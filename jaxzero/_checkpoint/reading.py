@@ -67,7 +67,7 @@ def read_extra(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, named: Mapping[str, Named]) -> None:
-    """Raise unless all files are regular, and not larger than the leaves `named` can make them."""
+    """Raise unless all files are regular, and small enough to hold only the leaves `named`."""
     leaves = [entry.leaf for entry in named.values()]
     num_bytes = sum(MAX_ITEM_BYTES * math.prod(leaf.shape) for leaf in leaves)
     bound, total = max_bytes_of(num_bytes, len(leaves)), 0
@@ -83,7 +83,7 @@ def _check_files(folder: Path, named: Mapping[str, Named]) -> None:
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Turn errors in the body about the content of files into one that names the checkpoint."""
+    """Turn errors about unreadable content in the `with` body into one that names `folder`."""
     try:
         yield
     except _OF_CONTENT as error:

@@ -36,7 +36,7 @@ STATE, EXTRA = "state", "extra"
 
 
 class Content(NamedTuple):
-    """The content of a checkpoint to save; only the arrays are on devices."""
+    """The content of a checkpoint to save: arrays on devices, and two JSON values."""
 
     arrays: Mapping[str, Any]  # by path, without padding
     extra: str  # JSON
@@ -156,7 +156,10 @@ class Saver:
     def _complete(
         self, folder: Path, content: Content, reports: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Merge the processes' files, write digests, and rename the folder to its final name."""
+        """Merge the processes' files, write digests, and rename the folder to its final name.
+
+        `reports` has a dict for each process, with the `FileRecord`s of its files by path.
+        """
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
             handler.finalize(epath.Path(folder / STATE))
         (folder / EXTRA).mkdir()
@@ -179,7 +182,7 @@ class Saver:
 
 
 def _collect(folder: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileRecord]:
-    """Merge the records of all processes, and check that their files are visible here."""
+    """Merge the file records in the reports of all processes; raise if a file is missing here."""
     records = {}
     for number, report in enumerate(reports):
         for path, record in report["records"].items():

@@ -49,7 +49,7 @@ class Named(NamedTuple):
 
 
 def named_leaves(state: Mapping[str, Any], zero: Zero) -> dict[str, Named]:
-    """Return path -> leaf, in the order in which JAX flattens `state`.
+    """Return the leaves of `state` by path, in the order in which JAX flattens `state`.
 
     Raises:
         TypeError: `state` is not a mapping of names to trees, or a leaf is not an array.
@@ -167,7 +167,7 @@ def true_array(named: Named, zero: Zero) -> Any:
 
 
 def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
-    """Return path -> digest of each process-local array; process 0 writes its copy of them."""
+    """Return the digest of each process-local array by path; empty if there is one process."""
     own = {name: _own_array(entry) for name, entry in named.items()}
     return {
         name: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
@@ -177,7 +177,7 @@ def digests_of_own(named: Mapping[str, Named]) -> dict[str, str]:
 
 
 def _own_array(named: Named) -> np.ndarray | None:
-    """Return a leaf as a host array if it is local to this process of several; otherwise None."""
+    """Return a process-local leaf as a host array; None for a global leaf, or a single process."""
     x = jax.random.key_data(named.value) if named.is_key else named.value
     is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
     return None if jax.process_count() == 1 or is_shared else np.asarray(x)

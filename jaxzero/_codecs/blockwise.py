@@ -4,8 +4,6 @@ A base class for codecs that need no kernel: it cuts rows into blocks, packs cod
 appends the scales; a subclass defines how one block is quantized. Everything is done by XLA.
 
 Legend: k = blocks of a row, b = numbers of a block, m = bytes, `rows` = any leading dims.
-
-Legend: k = blocks of a row, b = numbers of a block, m = bytes, `rows` = any leading dims.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ def reduce_axes(specs: Sequence[ReduceSpec], comm: CommSpec) -> tuple[str, ...]:
 
 
 def as_one(specs: Sequence[ReduceSpec], comm: CommSpec) -> ReduceSpec | None:
-    """Return the spec of a bucket's gradients as one, `[devices, m]`; None to reduce them apart."""
+    """Return the spec that reduces a bucket's gradients as one `[devices, m]`; None: one by one."""
     axes, first = reduce_axes(specs, comm), specs[0]
     if len(specs) < 2 or comm.form.tiled or any(x.dtype != first.dtype for x in specs):
         return None

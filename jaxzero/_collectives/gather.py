@@ -17,8 +17,6 @@ and every device that receives it adds it:
     w' = w + decode(encode(x - w)).
 
 Legend: a `shard` is what one device owns; `full` is the array in its own shape.
-
-Legend: a `shard` is what one device owns; `full` is the array in its own shape.
 """
 
 from __future__ import annotations

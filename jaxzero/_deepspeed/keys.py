@@ -194,10 +194,10 @@ class DeepSpeedKeys(JsonKeys):
 
 
 def read_keys(config: Path | str | Mapping[str, Any], values: Mapping[str, Any]) -> DeepSpeedKeys:
-    """Read a configuration from a file or a dict.
+    """Read a configuration from a file or a dict; `values` override it, as in `DeepSpeedKeys`.
 
     Raises:
-        ValueError: it is no JSON object, or nests too deeply.
+        ValueError: the configuration is no JSON object, or nests too deeply.
     """
     if isinstance(config, Mapping):
         return DeepSpeedKeys(config, values, "the DeepSpeed configuration")

@@ -2,10 +2,10 @@
 
 Gradients of a float16 loss underflow. So the loss is multiplied by a scale, and the gradients are
 divided by it before they are used. A dynamic scale grows until a gradient is infinite or NaN; then
-that step is skipped and the scale shrinks (Micikevicius et al. 2018, section 3.2). When it grows
-and shrinks is decided as in DeepSpeed (`runtime/fp16/loss_scaler.py`), so that a run continues
-unchanged. Flax's `DynamicScale` calls `jax.grad` itself, so it cannot be used with `jz.Zero`;
-optax's `apply_if_finite` skips steps without scaling.
+that step is skipped and the scale shrinks (Micikevicius et al. 2018, section 3.2). When the scale
+grows and shrinks is decided as in DeepSpeed (`runtime/fp16/loss_scaler.py`), so that a run
+continues unchanged. Flax's `DynamicScale` calls `jax.grad` itself, so it cannot be used with
+`jz.Zero`; optax's `apply_if_finite` skips steps without scaling.
 """
 
 import dataclasses

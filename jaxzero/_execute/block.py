@@ -64,7 +64,7 @@ def run_block(
         comm: axes and codecs of the collectives.
         inputs: an array for each input of the block; inputs that are views of weights are ignored.
         sources: for each weight that the block uses, the shard or node slice to gather it from.
-        updates: by index of the leaf, the updates that the loops of the block may make.
+        updates: by index of the leaf, the updates that the block's loops may make.
 
     Returns:
         The block's outputs; the sources after the run, where node slices that the program kept have
@@ -145,7 +145,7 @@ class BlockRunner:
     # Barriers: see [Note: ties] in `_plan.ties`.
 
     def tie_to(self, value: Value | None, arrays: list[Any]) -> list[Any]:
-        """Return `arrays`, available only once the array of `value` is."""
+        """Return `arrays`, available only once the array of `value` is available."""
         if value is None or value not in self.by_lag[0] or not arrays:
             return arrays
         return tied(arrays, self.by_lag[0][value])[0]
@@ -156,7 +156,7 @@ class BlockRunner:
         return self._tie(self._loop_tie, carry)
 
     def _tie(self, tie: instructions.Tie | None, arrays: list[Any]) -> list[Any]:
-        """Pass `arrays` through a tie's barrier, or through that of a loop's first gathers."""
+        """Pass `arrays` through a tie's barrier; in a tick before a loop, through `before_loop`."""
         if self.tick is not None and self.tick.before_loop is not None:
             return self.tick.before_loop(arrays)
         if tie is None or not arrays:
@@ -193,7 +193,7 @@ class BlockRunner:
         return bind
 
     def _pin(self, value: Value | None) -> Bind:
-        """Return a function that has arrays computed before any later reader of `value`."""
+        """Return a barrier as a function: later readers of `value` wait for its argument."""
 
         def bind(arrays: list[Any]) -> list[Any]:
             here = self.by_lag[0]
@@ -253,7 +253,7 @@ class BlockRunner:
         start_loop(self, each.loop, self._ties(each.tie))
 
     def read(self, atom: Value | Constant, lag: int = 0) -> Any:
-        """Return the array of a value; of a view, the full weight after the view's operations."""
+        """Return the array of a value; for a view of a weight, apply it to the full weight."""
         if isinstance(atom, Constant):
             return atom.value
         if (view := self.plan.uses.views.get(atom)) is None:
@@ -264,7 +264,7 @@ class BlockRunner:
         return x
 
     def _full_weight(self, view: View) -> tuple[Any, tuple[movable_ops.Op, ...]]:
-        """Return a view's weight as it was gathered, and the operations still to be applied."""
+        """Return a view's gathered weight, and the view's operations still to be applied to it."""
         weight = view.weight
         before, after = movable_ops.before_gather(view.ops, weight.layout, weight.shape)
         return self._full[weight, before], after
@@ -272,7 +272,7 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction drops weights, or runs an equation on arrays as it is."""
+        """Return whether an instruction drops weights, or copies an equation to the trace."""
         if type(each) is not instructions.Run or is_simulating():
             return type(each) is instructions.Drop
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
@@ -296,7 +296,7 @@ class BlockRunner:
         self._write(self.plan.block.operations[each.at], outputs)
 
     def _write(self, operation: Operation, outputs: Sequence[Any]) -> None:
-        """Store the outputs of an operation; outputs of a barrier that are views have no arrays."""
+        """Store the outputs of an operation; a barrier has no arrays for outputs that are views."""
         kept = operation.outputs
         if isinstance(operation, Barrier):
             pairs = zip(operation.inputs, kept, strict=True)

@@ -116,7 +116,7 @@ def encode_bucket(
 def gather_next_axis(
     group: GatherGroup, buckets: Sequence[GatherBucket], comm: CommSpec, axis: str
 ) -> list[GatherBucket]:
-    """All-gather over `axis` those buckets whose next axis is `axis`; return others unchanged.
+    """All-gather the buckets whose next axis is `axis`; return the other buckets unchanged.
 
     Node slices are not gathered over `node`, and leaves of `Ungathered` not over `local`.
     """
@@ -131,7 +131,7 @@ def gather_next_axis(
 
 
 def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBucket]:
-    """Pass the data of buckets through the barrier `bind`."""
+    """Return buckets whose data have passed the barrier `bind`, and so wait for its value."""
     data = bind([x.data for x in buckets])
     return [dataclasses.replace(x, data=d) for x, d in zip(buckets, data, strict=True)]
 
@@ -139,7 +139,7 @@ def with_barrier(buckets: Sequence[GatherBucket], bind: Bind) -> list[GatherBuck
 def after_decode(
     group: GatherGroup, buckets: Sequence[GatherBucket], full: dict[Any, Any]
 ) -> list[GatherBucket]:
-    """Hold back messages for a later iteration of a loop until this one's weights are decoded.
+    """Make messages for a later iteration of a loop wait until this iteration's are decoded.
 
     A loop has one place for each array that it carries from one iteration to the next. If the next
     message could arrive while the last one is read, XLA would copy it. XLA reads small leaves, such
@@ -180,7 +180,7 @@ def tied(arrays: Any, value: Any) -> tuple[Any, Any]:
 
 
 def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
-    """Return the integer `number`, but so that XLA knows it only once the floats `x` are computed.
+    """Return the integer `number`, but make XLA wait for the floats `x` before it knows the number.
 
     XLA drops barriers before it schedules, so this adds a zero that is computed from an element of
     `x`. The bits of the element's absolute value are no negative integer, also for NaN, so their
@@ -197,7 +197,7 @@ def number_after(number: jax.Array | int, x: jax.Array) -> jax.Array:
 def decode_bucket(
     group: GatherGroup, buckets: Sequence[GatherBucket], sources: GatherSources, comm: CommSpec
 ) -> list[jax.Array]:
-    """Decode gathered buckets into full weights, and apply the operations that the gathers left."""
+    """Decode gathered buckets into full weights, and apply operations that follow the gathers."""
     splits = [_split_ops(gather, sources[gather.weight], comm) for gather in group.gathers]
     layouts, dims = [], []
     for gather, (before, _) in zip(group.gathers, splits, strict=True):
@@ -215,7 +215,14 @@ def _decoded(
     dims: Sequence[int | None],
     ops: Sequence[tuple[movable_ops.Op, ...]],
 ) -> list[jax.Array]:
-    """Decode gathered buckets, remove the padding of each weight, and apply its operations."""
+    """Decode gathered buckets, remove the padding of each weight, and apply its operations.
+
+    Args:
+        buckets: the buckets, gathered over all axes.
+        layouts: the layout of each weight.
+        dims: for each weight, the dim that is split over the mesh axis `tokens`, or None.
+        ops: for each weight, the operations to apply.
+    """
     full_weights = []
     gathered = decoded_parts(buckets, [_leading_cast(x) for x in ops], layouts, dims)
     for x, after in zip(gathered, ops, strict=True):
@@ -247,7 +254,7 @@ def on_shard(
 
 
 def _sizes(group: GatherGroup) -> list[int]:
-    """Return, for each gather, the elements of the full array whose shards are sent."""
+    """Return, for each gather, the number of elements of the full array whose shards are sent."""
     slices = (movable_ops.up_to_last_slice(gather.ops)[0] for gather in group.gathers)
     pairs = zip(group.gathers, slices, strict=True)
     return [math.prod(View(gather.weight, ops).shape) for gather, ops in pairs]
@@ -310,7 +317,7 @@ class GradientBuckets:
 
         Args:
             index: the index of the operation.
-            arrays: reduced shards of its inputs: of its source, or of the terms of a sum.
+            arrays: reduced shards: of the operation's one input, or of the terms of a sum.
         """
         operation = self.plan.block.operations[index]
         op, source = operation.view(), operation.source

@@ -66,7 +66,7 @@ Flat = Callable[[list[Any], list[Any]], tuple[Any, Any, list[Any], list[Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The results of a step on one device: loss, gradients, wire state, plan and others."""
+    """The results of a step on one device, and the program and plan that computed them."""
 
     loss: Array | None  # mean over the batch; None in a forward-only program
     gradients: list[Any]  # means, in the layout of storage; None for leaves that were updated
@@ -164,7 +164,7 @@ def run_on_device(
 
 
 def _full_weights(stored: Sequence[Array], parameters: Parameters) -> list[Array | None]:
-    """Return the weights that the program gets in full (stages 1 and 2); None for others."""
+    """Return each leaf's array without padding; None if the program gathers the leaf."""
     return [
         None if parameters.weight_layout(i) else leaf.unpad(x)
         for i, (leaf, x) in enumerate(zip(parameters.leaves, stored, strict=True))
@@ -179,7 +179,10 @@ def _plan_of_step(
     microbatches: int,
     comm: CommSpec,
 ) -> Plan:
-    """Return the plan that users see, without transfers; `sources` are those after the run."""
+    """Return the plan that users see, still without transfers.
+
+    `sources` are the shards and node slices of the weights after the run.
+    """
     slices = [x.data for x in sources.values() if comm.hpz and not in_host(x.data)]
     return Plan(
         program.top,
@@ -193,7 +196,7 @@ def _plan_of_step(
 
 
 def _with_loop_limit(comm: CommSpec) -> CommSpec:
-    """On one device, where weights are full already, let loops hold constants of any size."""
+    """Let loops hold constants of any size on one device, where all weights are full already."""
     if comm.num_shards > 1:
         return comm
     schedule = dataclasses.replace(comm.schedule, loop_constant_bytes=sys.maxsize)
@@ -246,7 +249,11 @@ def _means(
     share: Array | float | None,
     all_halves: Callable[[HalfSums], HalfSums] | None,
 ) -> tuple[MeanGradients, dict[int, Array]]:
-    """Average over devices; return the means, and the new residuals `[1, *shape]` by leaf."""
+    """Average loss and gradients over devices and micro-batches, from one device's sums.
+
+    Returns:
+        The means; and the new residuals, `[1, *shape]`, by index of the leaf.
+    """
     numbers = parameters.differentiated
     errors = [wire_state.errors[i][0] if i in wire_state.errors else None for i in numbers]
     means = mean_over_devices(sums, program.targets, errors, microbatches, comm, share, all_halves)
@@ -269,11 +276,12 @@ def _share(
     shapes: Any,
     parameters: Parameters,
 ) -> tuple[Array | float | None, frozenset[int]]:
-    """Find the factor of the loss or gradients, and the gradients that are not derivatives of it.
+    """Find the factor that `flat` multiplies by, and the gradients that do not depend on the loss.
 
     Returns:
-        The factor, rounded to the dtype of the loss; and the indices of the targets whose gradients
-        do not depend on the loss, because a `custom_vjp` returns values in their place.
+        `share_of_loss`, rounded to the dtype of the loss, or `share_of_gradients` if the former is
+        None; and the indices of the targets whose gradients are not derivatives, because a
+        `custom_vjp` returns values in their place.
     """
     if share_of_loss is None:
         return share_of_gradients, frozenset()
@@ -283,8 +291,8 @@ def _share(
     outputs = block.outputs[first : first + len(parameters.differentiated)]
     weights = [parameters.weight_of[i] for i in parameters.differentiated]
     pairs = zip(weights, outputs, strict=True)
-    # A gradient that is a value in one part, and a derivative in that of the twin, is their sum,
-    # which depends on the loss: that rows move changes nothing about it.
+    # The gradient of a weight with a twin is the sum of two outputs. If one of the two depends on
+    # the loss, the sum does too, as it would if the rows of the table were not sent.
     derived = {i for i, x in pairs if not (isinstance(x, Constant) or x in values)}
     not_derived = frozenset(k for k, i in enumerate(weights) if i not in derived)
     dtype = shapes[0].dtype
@@ -296,7 +304,7 @@ def _share(
 
 
 def _with_divisor(comm: CommSpec, share: Array | float | None) -> CommSpec:
-    """If the share of the loss is a constant, let reductions divide by its sum over all devices."""
+    """Let reductions divide by the sum of all devices' shares, if the share is a constant."""
     is_known = isinstance(share, float)  # a share by weight is not, and `_means` divides by it
     return dataclasses.replace(comm, mean_divisor=comm.num_devices * share) if is_known else comm
 

@@ -33,7 +33,7 @@ from .._sharding import LeafSpec, PerAxis, WeightHop
 
 
 def scan_depths(uses: BlockUses) -> Mapping[ShardedParam, int]:
-    """Return, for each weight, how many of its leading dims (nested) loops scan over."""
+    """Return, for each weight, the number of its leading dims over which nested loops scan."""
     depths: dict[ShardedParam, int] = {}
     for loop in uses.loops.values():
         inner = scan_depths(loop.body)
@@ -64,7 +64,7 @@ def gather_source(
         depth: the number of leading dims that the program scans over.
         comm: with `hpz`, the result is a node slice; without, the shard.
         node_slice: the node slice, if it exists already; otherwise it is made here.
-        exact: whether to ignore the codecs of the config for this weight.
+        exact: whether to send this weight without the codecs of the config.
     """
     if exact:
         codecs = {
@@ -142,7 +142,7 @@ def first_slice(shard: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> En
 
 
 def kept_slice(data: Shaped[Array, ...], leaf: LeafSpec, comm: CommSpec) -> EncodedShards:
-    """Return the node slice of the last step, or of `first_slice`, from the wire state's array."""
+    """Return a leaf's array of the wire state, `data`, as a node slice with codec and layout."""
     assert leaf.layout is not None and comm.hpz is not None
     lead, dim = leaf.num_lead, leaf.layout.dim
     shape = list(leaf.padded_shape)

@@ -30,10 +30,11 @@ class LoopState:
         by_lag: the arrays of the iterations under way, by lag.
         stacks: carried arrays with one element for each iteration, by kind and number: node slices,
             outputs, and for each updated leaf a list of its stacks.
-        slices: for each weight whose node slices are kept, one of them, for its codec and layout.
+        slices: for each weight whose node slices are kept, one slice, of which only the codec and
+            the layout are read.
         early: node slices made by gathers before the loop: weight, index in the stack, and data.
-            They are written into the stack when the loop begins: until then the stack is read for
-            slices of the previous step, so that XLA would have to copy it.
+            They are written into the stack when the loop begins. Until then, slices of the previous
+            step are read from the stack, and XLA would copy it for an earlier write.
     """
 
     by_lag: ByLag = dataclasses.field(default_factory=dict)
@@ -51,7 +52,8 @@ class LeafUpdate:
     """The update of one leaf on one device, layer by layer.
 
     Attributes:
-        stacks: in host memory, this device's shards of the parameter, and after it of its state.
+        stacks: this device's shards of the parameter, then those of each array of its optimizer
+            state, all in host memory.
         names: the paths of the stacks.
         reads: for each stack, whether the update reads it.
         new_layers: a function of the mean gradient of a layer and of that layer of each stack (None
@@ -66,7 +68,7 @@ class LeafUpdate:
 
 @runtime_checkable
 class Runner(Protocol):
-    """The interface of `BlockRunner` to loops, for the block around a loop and for a tick.
+    """The part of `BlockRunner` that the modules of loops use, for a block around a loop or a tick.
 
     `block` imports the modules of loops, so they cannot import `BlockRunner` itself.
     """
@@ -154,7 +156,12 @@ class LoopInputs:
         return carry
 
     def _input(self, outside: Any, inside: Any) -> Any:
-        """Return an input of the program's loop; None for a weight, of which shards are read."""
+        """Return the array for an input of the program's loop; None for a weight.
+
+        Args:
+            outside: the loop's operand.
+            inside: the same input as a value of the body.
+        """
         body = self.plan.body
         if inside in body.gradients.sums and is_zero(outside, self.outer.plan.block.makers):
             return self.outer.gradients.zeros(inside, body.gradients.sums[inside])
@@ -163,9 +170,10 @@ class LoopInputs:
     def layer_index(self, iteration: Any) -> Array:
         """Return the index in the stacks of an iteration, which may lie outside of the loop.
 
-        Before the start it is the index of the first iteration. Past the end it is the index of the
-        last iteration. If the backward loop goes on with this loop's gathers, it is instead the
-        index of the iteration that the backward loop runs first, second and so on.
+        Before the start, return the index of the first iteration. Past the end, return the index of
+        the last iteration. But if the backward loop goes on with this loop's gathers, the first
+        iteration past the end stands for the first iteration of the backward loop, the second for
+        its second, and so on: then return the index of that iteration.
         """
         length, iteration = self.loop.length, jnp.asarray(iteration)
         after = 2 * length - 1 - iteration if self.pipeline.goes_on else length - 1
@@ -184,7 +192,7 @@ class LoopInputs:
 
 
 def at(stack: Any, index: Array) -> Array:
-    """Return element `index` of a stack; zeros for an empty stack, since its loop is traced too."""
+    """Return element `index` of a stack; zeros for a stack without elements."""
     if not len(stack):
         return jnp.zeros(stack.shape[1:], stack.dtype)
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)

@@ -26,7 +26,10 @@ from .ticks import Tick, put
 
 
 def start_loop(outer: Runner, index: int, tie: Bind) -> None:
-    """Send the gathers of a loop's first iterations before it; copies and messages pass `tie`."""
+    """Send the gathers of a loop's first iterations before the loop.
+
+    `tie` is a barrier that the copies from host memory and the messages pass.
+    """
     loop = LoopRun(outer, index)
     state = LoopState()
     for number in range(loop.pipeline.first_tick, 0):
@@ -97,11 +100,12 @@ class LoopRun(LoopInputs):
         return len(self.pipeline.cuts) > 2
 
     def carries(self, key: pipeline.Key) -> bool:
-        """Return whether the loop carries a stack and fills it itself, instead of `lax.scan`.
+        """Return whether the loop carries the stack of `key`, and writes each element into it.
 
-        A stack is carried if it is filled after the iteration's own tick, if the loop reads it or
-        adds to it, or if it lies in host memory, where JAX 0.10 writes the outputs of a reversed
-        loop in the wrong order.
+        Otherwise `lax.scan` stacks the elements, as outputs of the ticks. A stack is carried in
+        these cases: an element is made after its iteration's own tick; the loop reads the stack or
+        adds to it; the ticks run as several loops; or the stack lies in host memory, where JAX 0.10
+        writes the outputs of a reversed loop in the wrong order.
         """
         kind, i = key
         if kind == "slices":
@@ -115,10 +119,11 @@ class LoopRun(LoopInputs):
         return {x.output for x in listed if isinstance(x, instructions.Collect) and x.lag}
 
     def _shapes(self, carry: list[Any], state: LoopState) -> dict[Any, Any]:
-        """Return the shapes of the arrays that ticks pass on: of the state, outputs, node slices.
+        """Return the shapes of the arrays that ticks make, found by tracing one iteration.
 
-        Keys of the state are entries, others are keys of stacks. The shapes are found by tracing
-        one iteration, from its own tick to the last tick that works on it.
+        The trace runs from the iteration's own tick to the last tick that works on it. An array
+        that ticks pass on has the key of its entry in the state. An element that ticks write to a
+        stack of outputs or node slices has the stack's key.
         """
         last = max((x.lag for x in self.pipeline.instructions), default=0)
         if not last and not self.is_cut and not self.plan.host_gradients:
@@ -162,10 +167,10 @@ class LoopRun(LoopInputs):
     def _enter(self, state: LoopState, ticks: range, shapes: Mapping[Any, Any]) -> None:
         """Add to the state those entries that a loop over `ticks` carries and that are missing.
 
-        Missing are copies from host memory that no gather has needed, which are made here, and
-        arrays of iterations before the first, which are zeros. Of leaves that are updated, such
-        iterations get a copy of the first layer: the loop writes it back while there is no gradient
-        yet.
+        Two kinds of entries are missing. Copies from host memory that no gather has needed are made
+        here. Arrays of iterations before the first one are zeros. But where the loop updates a
+        leaf, the array is a copy of the leaf's first layer: the loop writes this layer back
+        unchanged while there is no gradient yet.
         """
         entries, read_later = self.pipeline.carried(ticks), self.pipeline.found_by(ticks.start)
         for _, lag in entries:  # the tick below shares these with the state
@@ -186,7 +191,7 @@ class LoopRun(LoopInputs):
     def _shape_of(
         self, state: LoopState, shapes: Mapping[Any, Any], key: pipeline.Key, lag: int
     ) -> Any:
-        """Return the shape of an entry as traced at its lag, or at the nearest lag to it."""
+        """Return the traced shape of the value of `key`, at `lag` or at the nearest lag."""
         if key[0] == "state":
             leaf = self.updates[key[1]]
             layers = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaf.stacks)
@@ -279,7 +284,7 @@ class LoopRun(LoopInputs):
             )
 
     def _keep_slices(self, found: Mapping[pipeline.Key, Any], state: LoopState) -> None:
-        """Let later gathers start from the stacks of node slices, instead of from the shards."""
+        """Let later gathers start from the stacks of node slices in `found`, not from shards."""
         for stack in self.uses.stacks:
             if ("slices", stack.layer) in found:
                 data = found["slices", stack.layer]

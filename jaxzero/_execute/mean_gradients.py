@@ -156,7 +156,10 @@ def mean_over_devices(
 
 
 def host_mean(x: Array, dtype: Any, divisor: int | float, name: str) -> Array:
-    """Divide a gradient's sum over all devices to the mean, and copy it to host memory."""
+    """Divide a gradient's sum over all devices to the mean, and copy the mean to host memory.
+
+    `name` is the name of the leaf in the record of copies.
+    """
     mean = mean_of_one_microbatch(x, dtype, divisor)
     return copy_to_host(mean, "gradients", name, windowed=True)
 
@@ -186,7 +189,19 @@ def _mean(
     total: Array,
     comm: CommSpec,
 ) -> tuple[Any, Array | None, HalfBatchSum | None]:
-    """Average one gradient; return the mean as stored, the residual, and the half-batch sums."""
+    """Average one gradient over devices and micro-batches.
+
+    Args:
+        x: what the program leaves of the gradient; None if it is not a float.
+        half_sum: the sums over half-batches, if they are made already.
+        target: how the program reduced `x`, and how the mean is stored.
+        error: the residual of the previous step; None without error feedback.
+        total: the divisor from the sum over all devices to the mean.
+        comm: axes and codecs of the reductions.
+
+    Returns:
+        The mean as stored; the new residual; and the half-batch sums, divided as the mean is.
+    """
     if x is None:
         return None, error, None
     # Rows of tables are sent without error feedback: their residual stays as it is.

@@ -8,7 +8,7 @@ if only `local` was reduced); unsharded gradients are added up in full. `mean_gr
 sums into means.
 
 Where nodes run different numbers of micro-batches (`CommSpec.node_microbatches`), the loop is a
-`while` with a number of iterations of its own on each node. It has no collectives over `node`.
+`while` with a number of iterations of its own on each node, and without collectives over `node`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def check_microbatches(num: Any) -> None:
 def check_exchanges(block: Block) -> None:
     """Raise `NotImplementedError` for a collective that may wait for devices of another node.
 
-    It would deadlock, because nodes run different numbers of micro-batches. XLA runs a `ppermute`
-    over any axis on all devices.
+    It would deadlock, because nodes run different numbers of micro-batches. A `ppermute` over any
+    axis is refused too: XLA runs it on all devices.
     """
     for operation in block.operations:
         for name, axes in exchanges(operation):

@@ -1,7 +1,7 @@
 """The leaves of a step's sharded arguments, and what is known about each of them.
 
-A leaf may be split, differentiated, a table of which rows are sent, or a twin: a table's second
-entry, for its lookups, beside the weight that its other uses gather.
+A leaf may be split, differentiated, a table of which rows are sent, or a twin. A twin is a second
+leaf for a weight: lookups read rows of the twin, and all other uses gather the weight.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Parameters:
     weights_split: bool  # whether weights are sharded (stage 3)
     gradients_split: bool  # whether gradients are sharded (stages 2 and 3)
     num_shards: int = 1  # that a sharded leaf is split into
-    # Indices of those whose gradients are combined with the other outputs, and never encoded.
+    # Indices of leaves whose gradients are combined with the other outputs, and never encoded.
     exact: frozenset[int] = frozenset()
     offload: Offload | None = None
     activations: Activations | None = None
     moves_rows: bool = True  # whether rows of tables may be sent in place of tables
-    # Those of which rows are sent, by index.
+    # Tables of which rows are sent, by index of the leaf.
     tables: Mapping[int, MovedRows] = dataclasses.field(default_factory=dict)
     # Weights that the program gets twice, by index: to gather, and again among the last leaves, as
     # tables that are looked up.
@@ -42,7 +42,7 @@ class Parameters:
         return (*range(len(self.leaves) - len(self.twins)), *self.twins)
 
     def with_twins(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return `arrays`, one for each argument leaf, and for each twin that of its weight."""
+        """Return the arrays of all argument leaves, and after them each twin's weight again."""
         return [arrays[i] for i in self.weight_of]
 
     def merged(self, gradients: Sequence[Any]) -> list[Any]:
@@ -54,7 +54,7 @@ class Parameters:
         return [*by_weight.values()]
 
     def weight_layout(self, i: int) -> DimSharding | None:
-        """Return the layout from which the program gathers leaf `i`; None if it does not."""
+        """Return the layout of leaf `i` if the program gathers it; otherwise None."""
         return self.leaves[i].layout if self.weights_split and i not in self.tables else None
 
     def has_host_gradient(self, i: int) -> bool:

@@ -1,7 +1,8 @@
 """Plan the program of one step on one device: layouts of weights, and targets of gradients.
 
 In: the traced program of one micro-batch and the leaves of the sharded arguments. Out: its
-`BlockPlan`, with the layouts of weights and the targets of gradients. Nothing runs here.
+`BlockPlan`, with the layouts of weights and the targets of gradients. Nothing runs here. Arguments
+named `shapes` are the shapes of the program's outputs: loss, weight, gradients and others.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _choose_layouts(
 def _can_fetch(i: int, wire_state: DeviceWireState, microbatches: int, comm: CommSpec) -> bool:
     """Return whether the program can fetch leaf `i` from host memory, one layer at a time.
 
-    It cannot if a node slice (hpZ) is made before the program runs: that takes the full shard.
+    It cannot if a node slice (hpZ) is made before the program runs, from the full shard.
     """
     makes_slice = _makes_slices(microbatches, comm) and i not in wire_state.slices
     return comm.hpz is None or makes_slice
@@ -220,10 +221,10 @@ def _slices_to_keep(
 ) -> frozenset[ShardedParam]:
     """Choose the weights whose node slices the program makes in their first gather (hpZ).
 
-    All other node slices are made before the program runs. These are the slices of weights that the
-    program splits along another dim than storage does, and of weights whose messages in the wire
-    state count other layers than the program scans. (A stack of vectors, for example, is encoded as
-    one message.)
+    The slices of two kinds of weights are made before the program runs. The program splits the
+    first kind along another dim than storage does. The second kind is a stack whose slice in the
+    wire state does not have one message for each layer that the program scans: a stack of vectors,
+    for example, is encoded as one message.
     """
     if not _makes_slices(microbatches, comm):
         return frozenset()
@@ -329,7 +330,7 @@ def _with_means(
 def _final_gradients(
     shapes: Any, targets: Sequence[GradientTarget], parameters: Parameters
 ) -> dict[int, int]:
-    """Return the output index of each gradient that is final once reduced, with its leaf index."""
+    """Return the final gradients (`_plan.final_gradients`): the leaf's index, by output's index."""
     leaves = zip(parameters.differentiated, targets, strict=True)
     found = zip(_outputs(shapes, targets), leaves, strict=True)
     # A weight with a twin is not final: the twin's gradient is added at the end of the step.
@@ -352,9 +353,10 @@ def _gather_axes(comm: CommSpec, keeps_slices: bool) -> tuple[str, ...]:
 
 
 def _effective_schedule(comm: CommSpec, fetches: bool) -> CommSchedule:
-    """Return the configured schedule; on one device without buckets, and without useless prefetch.
+    """Return the configured schedule, changed if weights are not sharded, as on one device.
 
-    There prefetch is useful only if the program `fetches` from host memory.
+    Then gradients are not joined to buckets, and nothing is prefetched unless the program `fetches`
+    weights from host memory.
     """
     if comm.num_shards > 1:
         return comm.schedule

@@ -3,8 +3,8 @@
 Rows are sent if, over each mesh axis, fewer bytes enter a device for the rows of a step, forward
 and back, than for the weight and its gradient. If a weight also has uses other than lookups, it is
 gathered for those, and its lookups read a twin of it (`tied_tables`). The rows of a twin must take
-fewer than half of the bytes of weight and gradient, since the weight is sent anyway. What is gained
-is that the step neither begins nor ends with the table, which is sent beside the layers.
+fewer than half of the bytes of weight and gradient, since the weight is sent anyway. The gain is
+that the step neither begins nor ends with the table, which is sent beside the layers.
 """
 
 from __future__ import annotations
@@ -127,9 +127,11 @@ def _candidates(
 ) -> tuple[dict[Value, int], dict[int, int]]:
     """Find the weights whose rows can be sent, and the outputs that are their gradients.
 
+    `first` is the index of the first input of the program that is a parameter.
+
     Returns:
-        A dict from each such weight to the index of its leaf; and a dict from the index of each
-        output that is the gradient of one to the index of the leaf.
+        Two dicts to the index of the leaf: from the input that is the weight, and from the index of
+        the output that is its gradient.
     """
     values = block.inputs[first : first + len(parameters.leaves)]
     weights = {x: i for i, x in enumerate(values) if _may_move(i, parameters, comm)}
@@ -148,7 +150,19 @@ def _with_twins(
     weights: Mapping[Value, int],
     first: int,
 ) -> tuple[Block, Any, Parameters]:
-    """Return the program, its shapes and its parameters with twins (see `with_rows`) added last."""
+    """Add twins of weights (see `with_rows`) to a program, as the last leaves.
+
+    Args:
+        block: the program.
+        shapes: the shapes of its outputs.
+        parameters: its leaves.
+        twins: the twins to add.
+        weights: the index of the leaf of each input that is a weight.
+        first: the index of the first input that is a parameter.
+
+    Returns:
+        The program, the shapes of its outputs, and its leaves, with the twins.
+    """
     if not twins:
         return block, shapes, parameters
     loss, weight, gradients, others = shapes
@@ -175,7 +189,7 @@ def _choose(
     comm: CommSpec,
     as_means: bool,
 ) -> tuple[dict[int, MovedRows], dict[int, TableOperations]]:
-    """Choose the tables whose rows are sent.
+    """Choose the tables whose rows are sent; divide their gradients to means if `as_means`.
 
     Returns:
         Two dicts by index of the leaf: the table's line in the plan; and the functions that read
@@ -206,10 +220,15 @@ def _choose(
 def with_table_shards(
     full: Sequence[Array | None], stored: Sequence[Array], parameters: Parameters
 ) -> tuple[list[Array], list[Array | None]]:
-    """Return the stored arrays of all parameters, and the program's inputs, twins included.
+    """Return, for all leaves and twins, the stored arrays and the arrays that the program reads.
 
-    For a table the input is this device's shard, decoded and in device memory. For a weight that
-    the program gathers it is None, and for any other leaf the full array.
+    For a table, the program reads this device's shard, decoded and in device memory. For a weight
+    that it gathers, the list has None; for any other leaf, the full array.
+
+    Args:
+        full: for each leaf, the full array; None if the program gathers it.
+        stored: for each leaf, the array in storage.
+        parameters: the leaves.
     """
     stored, arrays = parameters.with_twins(stored), parameters.with_twins(full)
     for i in parameters.tables:
@@ -222,8 +241,8 @@ def with_table_shards(
 def _may_move(i: int, parameters: Parameters, comm: CommSpec) -> bool:
     """Return whether rows of leaf `i` can be sent.
 
-    They cannot with half-batch sums, with sums that are added in a tree, or with nodes that run
-    different numbers of micro-batches; nor if the user splits the leaf over further axes.
+    Rows cannot be sent with half-batch sums, with sums that are added in a tree, with nodes that
+    run different numbers of micro-batches, or if the user splits the leaf over further axes.
     """
     leaf = parameters.leaves[i]
     is_table = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.dtype(leaf.dtype).itemsize >= 2
@@ -247,7 +266,10 @@ def _pays(rows: Mapping[str, int], weight: Mapping[str, int]) -> bool:
 
 
 def _operations(leaf: LeafSpec, exchange: RowExchange, divisor: int | None) -> TableOperations:
-    """Return the functions by which a device looks up rows of a table and adds to its gradient."""
+    """Return the functions by which a device looks up rows of a table and adds to its gradient.
+
+    Gradients of rows are divided by `divisor`, if it is not None, before they are added.
+    """
 
     def read(shard: Array, of_all: Array, ids: Array, lookup: Lookup, wait: Any) -> Any:
         fill = None if lookup.is_clipped else lookup.fill

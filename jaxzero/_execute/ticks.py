@@ -1,7 +1,7 @@
 """Run one tick of a loop: the handlers of the instructions that only loops have.
 
-They connect an iteration with arrays outside of the loop: shards of weights, node slices, rows and
-outputs of the program, and leaves that are updated layer by layer, whose gradients are not stored.
+Handlers connect an iteration with arrays outside of the loop: shards of weights, node slices, rows
+and outputs of the program, and leaves that are updated layer by layer, without stored gradients.
 
 [Note: write, then fetch] XLA writes into a stack in its place only if nothing reads the old stack
 any more, so a write and a fetch from the same stack cannot overlap. The write comes first: its data
@@ -110,7 +110,10 @@ class Tick:
         return number - each.lag
 
     def _index(self, each: instructions.Instruction, when: Value | None = None) -> Array:
-        """Return the position of that iteration in the stacks; behind a barrier before the loop."""
+        """Return the position in the stacks of the iteration that an instruction works on.
+
+        XLA knows it only after `when`, and before the loop only after the barrier `before_loop`.
+        """
         index = self.loop.layer_index(self._iteration(each, when))
         return self.before_loop([index])[0] if self.before_loop else index
 
@@ -246,7 +249,7 @@ class Tick:
     # Barriers.
 
     def _hold_states(self, each: instructions.HoldStates) -> None:
-        """Let writes to a stack wait for copies out of it: else XLA does not write in place."""
+        """Make writes to a stack wait for copies out of it: else XLA does not write in place."""
         del each
         keys = [("state", i) for i in self.loop.updates]
         places = [(there, x) for there in self.runner.by_lag.values() for x in keys if x in there]
@@ -257,7 +260,7 @@ class Tick:
             there[x] = value
 
     def _join_copies(self, each: instructions.JoinCopies) -> None:
-        """Let the carry wait for this tick's copies, which then overlap with its operations."""
+        """Make the carry wait for this tick's copies, which then overlap with the tick's work."""
         del each
         here, by_lag = self.runner.by_lag[0], self.runner.by_lag
         outputs = [pipeline.output(i) for i in range(self.loop.loop.num_carry)]

@@ -71,7 +71,10 @@ def to_plan(
 def _without_whole_weights(
     block: Block, shapes: Any, weights: Mapping[int, Value], parameters: Parameters
 ) -> Block:
-    """Let loops scan stacks, and compute values made only of weights where they are used."""
+    """Make loops scan stacks that they index, and compute values made of weights where used.
+
+    `weights` are the inputs that are sharded weights, by index of the leaf.
+    """
     block = scan_indexed_stacks(block, list(weights.values()))
     if shapes[0] is None:
         return sink_into_loops(block, list(weights.values()), [])

@@ -52,7 +52,7 @@ _IN_FLIGHT = 0  # the dim of parts in a bucket, where no weight has its own dims
 def start_gather_of_parts(
     shards: Sequence[EncodedShards], sizes: Sequence[int], comm: CommSpec
 ) -> list[GatherBucket]:
-    """Call `start_gather` with this device's part of each shard."""
+    """Start the gather of weights in parts: call `start_gather` with this device's parts."""
     if num_token_parts() == 1:
         return start_gather(shards, sizes, comm)
     described: list[GatherBucket] = []
@@ -71,7 +71,7 @@ def start_gather_of_parts(
 def gather_hop_of_parts(
     buckets: Sequence[GatherBucket], sizes: Sequence[int], comm: CommSpec
 ) -> list[GatherBucket]:
-    """Call `gather_hop` on buckets of parts."""
+    """Gather buckets of parts over their next axis: call `gather_hop`."""
     if num_token_parts() == 1:
         return gather_hop(buckets, sizes, comm)
     described: list[GatherBucket] = []
@@ -117,7 +117,7 @@ def decoded_parts(
 def start_reduction_of_parts(
     fulls: Sequence[Array], specs: Sequence[ReduceSpec], comm: CommSpec
 ) -> ReduceBucket:
-    """Sum gradients over `tokens`; call `start_reduction` with this device's part of each sum."""
+    """Start the reduction of gradients in parts: sum over `tokens`, then `start_reduction`."""
     if num_token_parts() == 1:
         return start_reduction(fulls, specs, comm)
     pairs = zip(fulls, specs, strict=True)
@@ -139,7 +139,7 @@ def reduce_next_axis_of_parts(
     comm: CommSpec,
     divisor: int | float = 1,
 ) -> ReduceBucket:
-    """Call `reduce_next_axis` on a bucket of parts."""
+    """Reduce a bucket of parts over one more axis: call `reduce_next_axis`."""
     if num_token_parts() == 1:
         return reduce_next_axis(bucket, specs, number, comm, divisor)
     local_specs = _of_parts(specs)
@@ -153,7 +153,7 @@ def reduce_next_axis_of_parts(
 
 
 def joined_gradient(x: Any, spec: ReduceSpec) -> Any:
-    """Return this device's shard of a sum, joined from its parts in a fully reduced bucket."""
+    """Join the parts of a reduced gradient, and return this device's shard of the sum."""
     if num_token_parts() == 1:
         return x
     dim = weight_dim_of_tokens(spec.shape, spec.layout.dim, num_token_parts())
@@ -177,7 +177,7 @@ def note_exchanges(block: Block) -> None:
 
 
 def _note(collective: str, fulls: Sequence[Array | None]) -> None:
-    """Record the collective that the compiler adds for each array; None stands for no array."""
+    """Record that the compiler adds `collective` over `tokens` for each array, except for None."""
     for i, x in enumerate(fulls):
         if x is not None:
             with picked([i]):
@@ -185,7 +185,7 @@ def _note(collective: str, fulls: Sequence[Array | None]) -> None:
 
 
 def _of_parts(specs: Sequence[ReduceSpec]) -> list[ReduceSpec]:
-    """Return the specs for reducing one part of each gradient."""
+    """Return how one part of each gradient is reduced, from how the gradient is reduced."""
     num, part_specs = num_token_parts(), []
     for spec in specs:
         shape, dim = list(spec.shape), weight_dim_of_tokens(spec.shape, spec.layout.dim, num)

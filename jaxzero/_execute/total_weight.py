@@ -1,8 +1,8 @@
 """Sum the weights of all devices and micro-batches before the program of a step runs.
 
 Where only gradients are divided, the total weight of a weighted mean is needed at the end. Where
-the cotangents themselves must be those of the full batch, it is needed first: it is computed from
-the batch alone.
+the cotangents themselves must be those of the full batch, the total weight is needed first, and is
+computed from the batch alone.
 """
 
 from __future__ import annotations

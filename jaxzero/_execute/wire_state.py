@@ -24,7 +24,9 @@ from .gather_sources import first_slice, has_kept_slice
 
 
 class WireState(NamedTuple):
-    """Two trees with the structure of the parameters; a leaf without such state has `None`.
+    """The wire state of a tree of parameters: two trees of the same structure.
+
+    A leaf that has no node slice, or no residual, is None in that tree.
 
     Attributes:
         slices: the node slices of the weights, encoded by `HpZ.codec`.
@@ -47,7 +49,7 @@ class DeviceWireState:
     errors: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     def without(self, leaves: Collection[int]) -> tuple[DeviceWireState, DeviceWireState]:
-        """Split the state in two: that of all leaves but `leaves`, and that of `leaves`."""
+        """Split the state into the state of all other leaves, and the state of `leaves`."""
         kept, rest = (
             DeviceWireState(
                 {i: x for i, x in self.slices.items() if (i in leaves) is is_in},
@@ -67,7 +69,7 @@ jax.tree_util.register_dataclass(DeviceWireState, ["slices", "errors"], [])
 
 @dataclasses.dataclass(frozen=True)
 class StateArray:
-    """Shape, dtype and sharding of one global array of the state."""
+    """The shape, dtype and sharding of one global array of the wire state."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -75,7 +77,7 @@ class StateArray:
 
 
 def slice_array(leaf: LeafSpec, comm: CommSpec) -> StateArray | None:
-    """Describe the array that stores a leaf's node slices; None if no differences are sent."""
+    """Describe the array that keeps a leaf's node slices from step to step; None if none does."""
     if not has_kept_slice(leaf, comm):
         return None
     assert leaf.layout is not None and comm.hpz is not None
@@ -137,7 +139,7 @@ def _first_state(
 
 
 def specs_of(leaves: Sequence[LeafSpec], comm: CommSpec) -> DeviceWireState:
-    """Return the `PartitionSpec`s of the state of all leaves."""
+    """Return the wire state of all leaves with a `PartitionSpec` in place of each array."""
     slices = {i: slice_array(leaf, comm) for i, leaf in enumerate(leaves)}
     errors = {i: error_array(leaf, comm) for i, leaf in enumerate(leaves)}
     return DeviceWireState(

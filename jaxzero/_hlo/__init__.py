@@ -1,7 +1,8 @@
 """Analyse programs that are compiled but not run, also for devices that are not present.
 
-In: a jitted function and structs, or the text of a scheduled module. Out: collectives, memory
-traffic, and a timeline predicted from stated rates. Nothing here runs on a device.
+In: a jitted function and `jax.ShapeDtypeStruct`s, or the text of a scheduled HLO module. Out: its
+collectives, its memory traffic, and a timeline that is predicted from the rates of a machine.
+Nothing here runs on a device.
 """
 
 from .cost import Rates as Rates

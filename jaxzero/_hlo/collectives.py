@@ -74,11 +74,11 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-        op: its name in HLO.
+        op: the name of the operation in HLO, such as "all-gather", without "-start".
         results: shapes of its results on one device.
         groups: the devices of each group; for a permutation, pairs of sender and receiver.
         trips: how often it runs in one execution of the program.
-        line: the line of the HLO.
+        line: the line of HLO that holds the instruction.
     """
 
     op: str
@@ -89,25 +89,28 @@ class Collective:
 
     @property
     def entering_bytes(self) -> int:
-        """Bytes that one device receives in one run, if every byte is sent once."""
+        """The bytes that one device receives in one run, if no byte is sent twice.
+
+        An all-reduce is counted as a reduce-scatter and an all-gather.
+        """
         return self.from_parts(len(self.groups[0]))
 
     def node_bytes(self, num_local: int) -> int:
-        """Return the bytes that a device receives from other nodes, of `num_local` devices each.
+        """Return how many of the `entering_bytes` come from other nodes.
 
-        They are a part of `entering_bytes`.
+        A node has `num_local` devices.
         """
         return self.from_parts(len({device // num_local for device in self.groups[0]}))
 
     def crosses(self, num_local: int) -> bool:
-        """Return whether any of its groups spans several nodes of `num_local` devices each."""
+        """Return whether any group spans several nodes of `num_local` devices each."""
         return any(len({device // num_local for device in group}) > 1 for group in self.groups)
 
     def from_parts(self, parts: int) -> int:
-        """Return the bytes that a device receives from other parts of a group cut into `parts`.
+        """Return the bytes that a device receives from outside of its own part of a group.
 
-        The parts are equal. If each device is a part, these are all bytes that it receives; if each
-        node is a part, they are the bytes that come from other nodes.
+        The group is cut into `parts` equal parts. If each device is a part, the result is all bytes
+        that a device receives; if each node is a part, the bytes that come from other nodes.
         """
         held = sum(shape.num_bytes for shape in self.results)
         if self.op == "collective-permute":
@@ -152,9 +155,9 @@ def floats_of_at_least(text: str, size: int) -> list[str]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Return every collective of a compiled program.
+    """Return every collective of a compiled program, given as text.
 
-    `text` may also be a part of a program's text; then each collective counts as run once.
+    The text may also be a few lines of a program. Then each collective counts as run once.
     """
     text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     trips = _trips(text)
@@ -206,7 +209,13 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _trips(text: str) -> Counter[str]:
-    """Count how often each computation runs, by following loops and calls from the entry."""
+    """Return how often each computation of a program's text runs, by the computation's name.
+
+    Loops and calls are followed from the entry computation.
+
+    Raises:
+        ValueError: the trip count of a loop with collectives is not known.
+    """
     callees: dict[str, list[tuple[str, int]]] = {}
     entry = computation = ""
     for line in text.splitlines():

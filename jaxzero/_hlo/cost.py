@@ -1,12 +1,14 @@
 """Predict the time of an instruction of a compiled program by a cost model, not by measurement.
 
-Compute takes the time of its operations at the rate `flops`, or that of its memory traffic at the
-rate `memory`, whichever is longer. A collective takes 10 us, plus the longer of two times: for the
-bytes that a device receives inside its node, and for the bytes that enter the node. Each byte is
-counted once. Bytes over the link between host and device take time at the rate `host`, and are no
-memory traffic.
-A kernel that is a whole exchange inside a node takes as long as a collective, and no less than its
-own arithmetic and memory traffic.
+The names of rates are those of `Rates`. Compute takes the time of its FLOPs at the rate `flops`, or
+the time of its memory traffic at the rate `memory`, whichever is longer. A collective takes
+`launch`, plus the longer of two times: for the bytes that a device receives inside its node, and
+for the bytes that enter the node. No byte is counted as received twice. Bytes over the link between
+host and device take time at the rate `host`, and are no memory traffic.
+
+An exchange kernel is a kernel that does the whole work of a collective inside a node
+(`pallas_kernels._remote`). It takes as long as a collective, or `launch` plus the time of its
+own arithmetic and memory traffic if that is longer.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class Rates:
         memory: bytes read from and written to the device's own memory.
         local: bytes that a device receives from devices of its node.
         node: bytes that enter a node of `num_local` devices.
-        num_local: devices of a node, a number and no rate.
-        launch: seconds to start a collective.
+        num_local: the number of devices of a node; not a rate.
+        launch: the seconds to start a collective; not a rate.
         host: bytes between the memories of device and host, each way (PCIe 5.0 x16 reaches about
             50e9).
     """
@@ -60,13 +62,12 @@ class Rates:
 def compute_seconds(
     instruction: Instruction, within: Computation, program: Program, rates: Rates
 ) -> float:
-    """Return the time of an instruction's compute and memory traffic, and of an exchange kernel.
+    """Return the seconds of an instruction's compute and memory traffic, or of an exchange kernel.
 
-    The instruction is no collective and no loop. Copies from and to the host's memory are not
-    counted.
+    Copies from and to the host's memory are not counted.
 
     Args:
-        instruction: the instruction.
+        instruction: an instruction that is no collective and no loop.
         within: the computation that holds it.
         program: the program.
         rates: the rates of the machine.
@@ -82,10 +83,7 @@ def compute_seconds(
 
 
 def exchanged_bytes(instruction: Instruction, within: Computation, program: Program) -> int:
-    """Return the bytes that a device receives in a kernel that is a whole exchange inside a node.
-
-    Such kernels are those of `pallas_kernels._remote`. The result is 0 for any other instruction.
-    """
+    """Return the bytes that a device receives in an exchange kernel; 0 for other instructions."""
     if instruction.op == "call-start":
         inner = program.computations[instruction.called["to_apply"][0]]
         return sum(exchanged_bytes(x, inner, program) for x in inner.instructions)
@@ -132,15 +130,16 @@ def link_bytes(collective: Collective, rates: Rates) -> tuple[float, float]:
 
 
 def collective_seconds(collective: Collective, rates: Rates) -> float:
-    """Return the time for which a collective occupies its links, in seconds."""
+    """Return the seconds that one run of a collective takes."""
     local, node = link_bytes(collective, rates)
     return rates.launch + max(local / rates.local, node / rates.node)
 
 
 def flops(instruction: Instruction, within: Computation, program: Program) -> float:
-    """Count the operations of products, convolutions and fused attention in an instruction.
+    """Count the FLOPs of an instruction: those of products, convolutions and fused attention.
 
-    For a fusion they are counted inside it; computations that it calls otherwise are not counted.
+    A fusion has the FLOPs of the instructions inside of it. Other computations that an instruction
+    calls, such as the body of a loop, are not counted.
     """
     if instruction.op in NO_WORK or instruction.op.endswith("-done"):
         return 0.0
@@ -153,7 +152,7 @@ def flops(instruction: Instruction, within: Computation, program: Program) -> fl
 def _flops(instruction: Instruction, within: Computation) -> float:
     """Count the FLOPs of one product, convolution or fused attention; 0 for any other instruction.
 
-    A matrix product has two for each element of the result and each contracted index.
+    A matrix product has two FLOPs for each element of the result and each contracted index.
     """
     if labels := _KERNEL.search(instruction.text):
         return _convolution_flops(instruction, within, labels[1])
@@ -169,7 +168,12 @@ def _flops(instruction: Instruction, within: Computation) -> float:
 
 
 def _convolution_flops(instruction: Instruction, within: Computation, labels: str) -> float:
-    """Count 2 FLOPs for each pair of an output element and a kernel element of its channel."""
+    """Count the FLOPs of a convolution or of one of its derivatives.
+
+    They are 2 for each element of the output and each element of the kernel that belongs to the
+    same output channel. `labels` has a letter for each dim of the kernel, and "o" is the letter of
+    output channels.
+    """
     called = (
         places for name, places in _CONVOLUTIONS.items() if f"$conv{name}" in instruction.text
     )
@@ -181,12 +185,12 @@ def _convolution_flops(instruction: Instruction, within: Computation, labels: st
 
 
 def _attention_flops(instruction: Instruction, within: Computation, *, is_backward: bool) -> float:
-    """Count the FLOPs of cuDNN's attention: queries times keys, and probabilities times values.
+    """Count the FLOPs of the matrix products in cuDNN's fused attention.
 
-    A product takes 2 FLOPs for each feature, and for each pair of a query and a key that it sees.
-    Backward has five products: it computes the logits again, and the gradients of probabilities,
-    values, queries and keys. The kernel skips tiles that a causal mask or a window hides as a
-    whole. In other tiles it computes hidden pairs too, but these are not counted.
+    Forward has two products: queries times keys, and probabilities times values. Backward has five:
+    the logits again, and the gradients of probabilities, values, queries and keys. A product takes
+    2 FLOPs for each feature of each pair of a query and a key that the query sees. Pairs that a
+    causal mask or a window hides are not counted, though the kernel computes some of them.
     """
     match = _LOGITS.search(instruction.text)
     if match is None:

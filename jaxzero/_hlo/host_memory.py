@@ -7,7 +7,7 @@ finds the devices by `jax.set_mesh` with the mesh of devices (JAX 0.10.2 and 0.1
 
 A result is in host memory if the program puts it there
 (`jax.device_put(x, jax.memory.Space.Host)`). `in_shardings` and `out_shardings` of `jax.jit` cannot
-say so: they are on devices.
+name host memory: they are shardings on devices of the topology, which drop the memory kind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ HOST = "pinned_host"
 
 
 def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
-    """Return structs whose shardings are on the abstract mesh, and name a kind of memory.
+    """Move the shardings of structs to the abstract mesh, where they can name a kind of memory.
 
     Args:
         tree: a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s.
-        memory_kinds: the kind for each leaf, as a tree prefix of `"pinned_host"`, `"device"` or
-            None. None keeps the kind of the leaf's sharding. On devices of a topology a sharding
-            has no kind, even if it was made with one.
+        memory_kinds: the kind for each leaf, `"pinned_host"`, `"device"` or None, in a tree that is
+            a prefix of `tree`. None keeps the kind of the leaf's sharding. A sharding on devices of
+            a topology has no kind, even if it was made with one.
+
+    Returns:
+        The tree of structs with the new shardings.
 
     Raises:
         ValueError: a leaf has no `NamedSharding`.
@@ -51,7 +54,9 @@ def on_abstract_mesh(tree: Any, memory_kinds: Any = None) -> Any:
 
 
 def host_bytes(tree: Any) -> int:
-    """Return how many bytes of the structs one device keeps in host memory, by their shardings.
+    """Return how many bytes of a tree of structs lie in host memory for one device.
+
+    These are its shards of the structs whose shardings name host memory.
 
     Raises:
         ValueError: a sharding in host memory is not on an abstract mesh.
@@ -78,18 +83,19 @@ def compile_with_host_memory(
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> jax.stages.Compiled:
-    """Compile for the devices of `mesh`, and check which bytes are in host memory.
+    """Compile for the devices of `mesh`, and check how many bytes are in host memory.
 
     Args:
         function: the result of `jax.jit`, without `in_shardings` and `out_shardings`.
         arguments: trees of structs. Structs in host memory are from `on_abstract_mesh`.
         mesh: the mesh of a topology's devices.
         options: the options of the compiler.
-        keywords: arguments that are given by name, likewise.
+        keywords: trees of structs that `function` takes by name.
 
     Raises:
-        ValueError: a sharding in host memory is not on an abstract mesh, or the compiled program
-            has other bytes of arguments or results in host memory than its types say.
+        ValueError: a sharding in host memory is not on an abstract mesh; or the compiled program
+            has a different number of bytes of arguments or results in host memory than the types
+            of its arguments and results say.
     """
     given = host_bytes((arguments, keywords))
     with jax.set_mesh(mesh):
@@ -103,7 +109,12 @@ def compile_with_host_memory(
 
 
 def _results_on_host(traced: Any, compiled: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the type and the sharding of each result that the program puts into host memory."""
+    """Yield the type and the sharding of each result that the program puts into host memory.
+
+    Args:
+        traced: what `trace` of the jitted function returned.
+        compiled: the compiled program.
+    """
     shardings = jax.tree.leaves(compiled.output_shardings)
     for x, sharding in zip(traced.jaxpr.out_avals, shardings, strict=True):
         if x.memory_space == jax.memory.Space.Host:

@@ -21,7 +21,16 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of compiled HLO: a line `name = results op(operands), attributes`."""
+    """One instruction of compiled HLO: a line `name = results op(operands), attributes`.
+
+    Attributes:
+        name: the name of the instruction.
+        op: the name of its operation, such as "fusion" or "all-gather-start".
+        results: the shapes of its results: of one array, or of several if the result is a tuple.
+        operands: the names of the instructions whose results it reads.
+        text: the line without `name = `.
+        is_root: whether its result is the result of the computation that holds it.
+    """
 
     name: str
     op: str
@@ -36,7 +45,10 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> dict[str, list[str]]:
-        """The names of the computations that it calls, by attribute, such as `body`."""
+        """The names of the computations that the instruction calls, by attribute, such as `body`.
+
+        All branches of a conditional are under `branch_computations`.
+        """
         computations: dict[str, list[str]] = {}
         for kind, names in _CALLED.findall(self.text):
             kind = "branch_computations" if kind in _BRANCHES else kind
@@ -64,7 +76,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Name of an instruction -> the instructions that read its result."""
+        """By the name of each instruction that is read, the instructions that read its result."""
         users: dict[str, list[Instruction]] = {}
         for x in self.instructions:
             for operand in x.operands:
@@ -78,14 +90,18 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled module: its computations by name, and the one at which it begins."""
+    """A compiled module: its computations by name, and `entry`, the one that runs first."""
 
     entry: Computation
     computations: dict[str, Computation]
 
 
 def parse(text: str) -> Program:
-    """Parse the text of a compiled, scheduled module."""
+    """Parse the text of a compiled, scheduled module.
+
+    Raises:
+        ValueError: the text has no entry computation, or an instruction cannot be read.
+    """
     text = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered by comments
     computations: dict[str, Computation] = {}
     entry, name, lines = "", "", []

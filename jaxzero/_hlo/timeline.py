@@ -1,15 +1,16 @@
 """Predict the timeline of a compiled program as streams of compute, communication and host copies.
 
-It is a model with assumed rates, for comparing programs: nothing is run, the time of a kernel
-depends on its arithmetic and memory traffic only, and links have no other traffic. Instructions
-are simulated in the order of the compiler's schedule, on four streams.
+The timeline is a model with assumed rates, for comparing programs. Nothing is run. The time of a
+kernel depends on its arithmetic and memory traffic only, and links have no traffic of other
+programs. Instructions are simulated in the order of the compiler's schedule, on four streams.
 
 - One stream computes.
-- One runs the collectives, one after the other. An asynchronous collective begins at its `-start`,
-  once the stream is free, and is waited for at its `-done`. A kernel beside compute that is a whole
-  exchange (`call-start`) is on this stream too, since it takes the same links.
-- One copies from the host's memory and one to it, in the same way. An instruction that is not
-  asynchronous and reads or writes host memory is waited for at once.
+- One stream runs the collectives, one after the other. An asynchronous collective begins at its
+  `-start`, once the stream is free, and compute waits for it at its `-done`. An exchange kernel
+  (see `cost`) that runs beside compute, by a `call-start`, is on this stream too: it takes the same
+  links. In this module, an exchange is such a kernel.
+- One stream copies from the host's memory, and one copies to it, in the same way. Compute waits at
+  once for an instruction that reads or writes host memory and is not asynchronous.
 
 The body of a loop is simulated once, with nothing in flight at its start, and multiplied by the
 trip count.
@@ -40,21 +41,21 @@ class Timeline:
     """The predicted seconds and bytes of one run on one device.
 
     Attributes:
-        seconds: from beginning to end.
-        compute_seconds: spent computing.
-        communication_seconds: time of collectives and exchanges, hidden or not.
-        exposed_seconds: spent waiting for collectives and exchanges.
-        launches: number of runs of each collective by name, and of "exchange": a kernel beside
-            compute.
-        local_bytes: received by a device inside its node.
-        node_bytes: entering a node.
-        asynchronous_bytes: received by a device in collectives and exchanges with compute between
-            their start and their end.
-        received_bytes: received by a device in all collectives and exchanges.
-        host_bytes_in: read by a device from the host's memory.
-        host_bytes_out: written by a device to the host's memory.
-        host_seconds: time of copies from and to the host, hidden or not.
-        host_exposed_seconds: spent waiting for copies from and to the host.
+        seconds: time from beginning to end.
+        compute_seconds: time spent computing.
+        communication_seconds: time of collectives and exchanges, hidden behind compute or not.
+        exposed_seconds: time for which compute waits for collectives and exchanges.
+        launches: number of runs of each collective by its name in HLO, and of exchanges by the name
+            "exchange".
+        local_bytes: bytes that a device receives inside its node.
+        node_bytes: bytes that enter a node, for all its devices.
+        asynchronous_bytes: bytes that a device receives in collectives and exchanges with compute
+            between their start and their end.
+        received_bytes: bytes that a device receives in all collectives and exchanges.
+        host_bytes_in: bytes that a device reads from the host's memory.
+        host_bytes_out: bytes that a device writes to the host's memory.
+        host_seconds: time of copies from and to the host, hidden behind compute or not.
+        host_exposed_seconds: time for which compute waits for copies from and to the host.
     """
 
     seconds: float = 0.0
@@ -73,22 +74,22 @@ class Timeline:
 
     @property
     def asynchronous_share(self) -> float:
-        """The share of received bytes in collectives that have compute between start and end."""
+        """The share of `asynchronous_bytes` in `received_bytes`; 1 if nothing is received."""
         return self.asynchronous_bytes / self.received_bytes if self.received_bytes else 1.0
 
     @property
     def hidden_share(self) -> float:
-        """The share of the time of collectives and exchanges in which the device computes."""
+        """The share of `communication_seconds` for which compute does not wait."""
         total = self.communication_seconds
         return 1 - self.exposed_seconds / total if total else 1.0
 
     @property
     def host_hidden_share(self) -> float:
-        """The share of the time of copies from and to the host in which the device computes."""
+        """The share of `host_seconds` for which compute does not wait."""
         return 1 - self.host_exposed_seconds / self.host_seconds if self.host_seconds else 1.0
 
     def add(self, other: Timeline, times: int) -> None:
-        """Append another timeline, run `times` times, to this one."""
+        """Add the figures of another timeline, run `times` times, to those of this one."""
         for field in dataclasses.fields(self):
             value = getattr(other, field.name)
             if field.name == "launches":
@@ -101,16 +102,16 @@ class Timeline:
 class _Flight:
     """A collective, an exchange or a copy from or to the host, started and not yet awaited."""
 
-    received: int | None  # bytes from other devices; None: a copy
-    end: float
-    compute_before: float
+    received: int | None  # bytes from other devices; None for a copy from or to the host
+    end: float  # the second at which it ends
+    compute_before: float  # seconds of compute before its start
 
 
 def timeline(module: str | Program, rates: Rates) -> Timeline:
     """Predict the timeline of a compiled module.
 
     Args:
-        module: its scheduled HLO, or the `Program` that `parse` returns for it.
+        module: the scheduled HLO of a module, or the `Program` that `parse` returns for it.
         rates: the rates of the machine.
 
     Raises:
@@ -124,10 +125,13 @@ def timeline(module: str | Program, rates: Rates) -> Timeline:
 class Walk:
     """Simulates the computations of a program, each of them once.
 
+    Methods extend `line`, the timeline of a computation up to the current instruction. `free` has,
+    for each stream other than compute, the second at which it has nothing more to do.
+
     Attributes:
         program: the parsed module.
         rates: the rates of the machine.
-        timelines: name -> timeline of each computation that has been simulated.
+        timelines: by name, the timeline of each computation that has been simulated.
     """
 
     def __init__(self, program: Program, rates: Rates):
@@ -139,7 +143,8 @@ class Walk:
         """Return the timeline of one run of a computation.
 
         Raises:
-            ValueError: the trip count of a loop with collectives or host copies is not known.
+            ValueError: the trip count of a loop with collectives or host copies is not known; or a
+                transfer is started and never awaited.
         """
         if within.name not in self.timelines:
             self.timelines[within.name] = self._walk(within)
@@ -181,7 +186,11 @@ class Walk:
         return line
 
     def _send(self, line: Timeline, free: _Free, collective: Collective) -> float:
-        """Put a collective on its stream, and count it in `line`; return the time of its end."""
+        """Put a collective on its stream, and count it in `line`.
+
+        Returns:
+            The second at which it ends, which is also put into `free`.
+        """
         cost = collective_seconds(collective, self.rates)
         local, node = link_bytes(collective, self.rates)
         line.communication_seconds += cost
@@ -193,14 +202,18 @@ class Walk:
         return free["collectives"]
 
     def _exchanged(self, instruction: Instruction, within: Computation) -> int:
-        """Return the bytes that a kernel beside compute receives; 0 for any other instruction."""
+        """Return the bytes that a device receives in an exchange; 0 for any other instruction."""
         starts = instruction.op == "call-start"
         return exchanged_bytes(instruction, within, self.program) if starts else 0
 
     def _exchange(
         self, line: Timeline, free: _Free, instruction: Instruction, received: int
     ) -> float:
-        """Put an exchange kernel on the stream of collectives; return the time of its end."""
+        """Put an exchange of `received` bytes on the stream of collectives; count it in `line`.
+
+        Returns:
+            The second at which it ends, which is also put into `free`.
+        """
         called = self.program.computations[instruction.called["to_apply"][0]]
         cost = self.computation(called).seconds
         line.communication_seconds += cost
@@ -211,7 +224,11 @@ class Walk:
         return free["collectives"]
 
     def _copy(self, line: Timeline, free: _Free, moved: Traffic) -> float:
-        """Put a copy on the streams from and to the host; return the time of its end."""
+        """Put a copy on the stream from the host, to the host, or both; count it in `line`.
+
+        Returns:
+            The second at which it ends. `free` gets the second at which each stream's part ends.
+        """
         line.host_bytes_in += moved.from_host
         line.host_bytes_out += moved.to_host
         line.host_seconds += max(moved.from_host, moved.to_host) / self.rates.host
@@ -223,7 +240,7 @@ class Walk:
         return end
 
     def _land(self, line: Timeline, flight: _Flight) -> None:
-        """Let compute wait until a transfer that was started has ended."""
+        """Let compute wait until a transfer has ended, and count the wait in `line`."""
         waited = max(0.0, flight.end - line.seconds)
         line.seconds += waited
         if flight.received is None:
@@ -236,8 +253,8 @@ class Walk:
     def inner(self, instruction: Instruction, within: Computation) -> tuple[Timeline, int]:
         """Return the timeline of one run of an instruction, and how often it runs.
 
-        For a loop that is the timeline of its body, for a conditional that of its slowest branch,
-        and for a call that of the computation it calls.
+        The timeline of a loop's run is that of its body, the timeline of a conditional is that of
+        its slowest branch, and the timeline of a call is that of the called computation.
         """
         called, computations = instruction.called, self.program.computations
         if instruction.op == "while":
@@ -259,12 +276,14 @@ class Walk:
 
 
 def durations(module: str | Program, rates: Rates) -> str:
-    """Return the predicted duration of each instruction in microseconds, as a profile in text form.
+    """Return the predicted duration of each instruction as a profile that XLA can read.
 
-    The `-start` of an asynchronous collective or copy has all of its duration; its `-done` has 0.
+    The profile is text with a line for each instruction, with its name and its microseconds. XLA
+    takes it in place of a measured one (`xla_gpu_pgle_profile_file_or_directory_path`). The
+    `-start` of an asynchronous collective or copy has its whole duration, and its `-done` has 0.
 
     Args:
-        module: its scheduled HLO, or the `Program` that `parse` returns for it.
+        module: the scheduled HLO of a module, or the `Program` that `parse` returns for it.
         rates: the rates of the machine.
 
     Raises:

@@ -1,9 +1,9 @@
 """Count the bytes that an instruction of a compiled program moves, separately for each memory.
 
 XLA writes an array's memory into its layout: `S(5)` is the host's memory, and a layout without it
-is the device's. A copy between the two memories crosses the link to the host, and so does a part of
-a host array that is read or written. The link is slower than the device's memory by two orders of
-magnitude, and other hardware moves the bytes; so they are counted apart.
+is the device's. Bytes cross the link to the host if they are copied between the two memories, or if
+an instruction reads or writes them in a host array. The link is slower than the device's memory by
+two orders of magnitude, and other hardware moves its bytes; so they are counted apart.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Traffic:
     """The bytes that one run of an instruction moves.
 
     Attributes:
-        device: read from and written to the device's memory; not the device's side of a copy
-            from or to the host.
-        from_host: read from the host's memory.
-        to_host: written to the host's memory.
+        device: bytes that it reads from and writes to the device's memory, without the device's
+            side of a copy from or to the host.
+        from_host: bytes that it reads from the host's memory.
+        to_host: bytes that it writes to the host's memory.
     """
 
     device: int = 0
@@ -57,7 +57,7 @@ class Traffic:
 
     @property
     def crossing(self) -> int:
-        """Bytes over the link to the host, in both directions together."""
+        """The bytes over the link to the host, in both directions together."""
         return self.from_host + self.to_host
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -69,9 +69,15 @@ class Traffic:
 
 
 def traffic(instruction: Instruction, within: Computation, program: Program) -> Traffic:
-    """Return the bytes that an instruction itself moves, without the computations it calls.
+    """Return the bytes that an instruction itself moves.
 
-    The instruction is no collective. `within` is the computation that holds it.
+    A fusion moves the bytes that it reads and writes as a whole. Bytes that the body of a loop, or
+    any other called computation, moves are not counted.
+
+    Args:
+        instruction: an instruction that is no collective.
+        within: the computation that holds it.
+        program: the program.
     """
     op = instruction.op
     if op in NO_WORK or op in _CALLERS or op.endswith("-done"):
@@ -93,7 +99,8 @@ def traffic(instruction: Instruction, within: Computation, program: Program) -> 
     return total
 
 
-_Parts = list[tuple[int, bool]]  # bytes, and whether they are in the host's memory
+# Arrays, or slices of arrays: of each the bytes, and whether it is in the host's memory.
+_Parts = list[tuple[int, bool]]
 
 
 def _between(read: _Parts, written: _Parts) -> Traffic:
@@ -109,9 +116,9 @@ def _parts(shapes: Iterable[Shape]) -> _Parts:
 
 
 def _read(instruction: Instruction, within: Computation) -> _Parts:
-    """Return the parts of memory that an instruction reads; the instruction is no fusion.
+    """Return the arrays, or slices of arrays, that an instruction other than a fusion reads.
 
-    Each part is a number of bytes, and whether they are in the host's memory.
+    Each array or slice is given by its bytes, and by whether it is in the host's memory.
     """
     operands = [within.by_name[x].results for x in instruction.operands if x in within.by_name]
     if instruction.op == "broadcast":
@@ -126,27 +133,27 @@ def _read(instruction: Instruction, within: Computation) -> _Parts:
 
 
 def _written(instruction: Instruction, within: Computation) -> _Parts:
-    """Return the parts of memory that an instruction writes; the instruction is no fusion."""
+    """Return what an instruction other than a fusion writes, in the form of `_read`."""
     if instruction.op == "dynamic-update-slice":
         update = within.by_name[instruction.operands[1]]
         return [(update.num_bytes, instruction.results[0].on_host)]
-    if instruction.op == "copy-start":  # of (destination, source, context)
+    if instruction.op == "copy-start":  # its results are (destination, source, context)
         return _parts(instruction.results[:1])
     return _parts(instruction.results)
 
 
 def _read_by_fusion(inner: Computation) -> _Parts:
-    """Return the parts of memory that a fusion reads.
+    """Return the arrays, or slices of arrays, that a fusion reads, in the form of `_read`.
 
     A parameter is read in full, unless the fusion only slices it or updates it in place: then only
-    the slices are read.
+    the slices are read. `inner` is the computation of the fusion.
     """
     parts = []
     for parameter in inner.instructions:
         if parameter.op != "parameter":
             continue
         names, users = _users(parameter, inner)
-        first = [x for x in users if x.operands[0] in names]  # and no index of it
+        first = [x for x in users if x.operands[0] in names]  # and do not use it as an index
         sliced = [x for x in first if x.op in ("dynamic-slice", "slice", "gather")]
         updated = [x for x in first if x.op == "dynamic-update-slice"]
         if users and len(sliced) + len(updated) == len(users):
@@ -176,9 +183,10 @@ def _users(parameter: Instruction, inner: Computation) -> tuple[set[str], list[I
 
 
 def _written_by_fusion(inner: Computation) -> _Parts:
-    """Return the parts of memory that a fusion writes.
+    """Return the arrays, or slices of arrays, that a fusion writes, in the form of `_read`.
 
-    These are its results; of a result that it updates in place, only the updated slice.
+    A result is written in full, unless the fusion updates it in place: then only the updated slice
+    is written. `inner` is the computation of the fusion.
     """
     root, parts = inner.root, []
     for result in [inner.by_name[x] for x in root.operands] if root.op == "tuple" else [root]:
@@ -192,6 +200,6 @@ def _written_by_fusion(inner: Computation) -> _Parts:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Return whether an instruction only copies arrays, or computes scalars such as an index."""
+    """Return whether an instruction only moves elements, or computes scalars such as an index."""
     scalars = all(shape.size == 1 for shape in instruction.results)
     return instruction.op in _MOVES or instruction.op in NO_WORK or scalars

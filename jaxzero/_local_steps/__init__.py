@@ -1,7 +1,7 @@
 """Local steps: nodes train by themselves, and exchange fragments of their parameters now and then.
 
-In: a step of one node, and its arrays. Out: one round of steps, with the exchange of each fragment
-under way while steps are computed. `_zero` lays out the arrays; it uses the names listed here.
+In: the training step of one node, and the node's arrays. Out: one round of steps; the exchange of a
+fragment runs while further steps are computed. `_zero` lays out the arrays.
 """
 
 from .exchange import AsTree as AsTree

@@ -3,9 +3,12 @@
 Everything here runs in the program of one node (`map_nodes`), whose arrays are global over the
 node's devices. Each device cuts, encodes and merges its own shards (`map_devices`).
 
+Exchanged leaves are the parameters that nodes exchange; anchors are their outer values, equal on
+all nodes. Residuals are the rounding errors of encoding that a node has not sent yet.
+
 A leaf of the outer optimizer's state that has the path and shape of a parameter (momentum) is laid
-out like this parameter, and cut into fragments like it. Any other leaf (a counter) is kept once for
-each fragment, because the optimizer runs once for each.
+out like this parameter, and cut into fragments in the same way. Any other leaf (a counter) has a
+copy for each fragment, because the optimizer runs once for each fragment.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ AsTree = Callable[[Sequence[Any]], Any]
 
 @dataclasses.dataclass(frozen=True)
 class OuterLayout:
-    """How an outer optimizer's state is laid out.
+    """The layout of the outer optimizer's state, and the optimizer itself.
 
     Attributes:
         tx: the optimizer.
         as_tree: builds the tree that the optimizer sees, from one value for each exchanged leaf.
-        treedef: the structure of its state.
+        treedef: the structure of the optimizer's state.
         owners: for each leaf of the state, the index of the exchanged leaf that has its path and
             shape; None: the leaf has a copy for each fragment.
         fragments: the number of fragments.
@@ -59,18 +62,18 @@ class OuterLayout:
         parts: Sequence[jax.ShapeDtypeStruct],
         fragments: int,
     ) -> OuterLayout:
-        """Match the leaves of the state of `tx` with the exchanged leaves.
+        """Find, for each leaf of the state of `tx`, the exchanged leaf that it belongs to.
 
         Args:
             tx: the optimizer.
             as_tree: as in the class.
             full: for each exchanged leaf, its global shape on one node and its dtype.
-            parts: the same of the part of the leaf that is in one fragment.
-            fragments: their number.
+            parts: for each exchanged leaf, the shape and dtype of its part in one fragment.
+            fragments: the number of fragments.
 
         Raises:
-            ValueError: `tx`, given a fragment, keeps an array that is neither shaped like the
-                fragment of a leaf nor like the array that it keeps for full leaves.
+            ValueError: initialized on a fragment, `tx` keeps an array whose shape is neither that
+                of a leaf's part nor that of the same array of `tx` for full leaves.
         """
         paths = jax.tree_util.tree_flatten_with_path(as_tree(full))[0]
         leaves = {path_name(path): i for i, (path, _) in enumerate(paths)}
@@ -93,7 +96,7 @@ class OuterLayout:
         return cls(tx, as_tree, treedef, tuple(owners), fragments)
 
     def init(self, anchors: Sequence[Array]) -> list[Array]:
-        """The leaves of the state before the first round; those without an owner are stacked."""
+        """Return the leaves of the first state; a leaf without an owner has a copy per fragment."""
         state = jax.tree.leaves(self.tx.init(self.as_tree(anchors)))
         return [
             jnp.broadcast_to(x, (self.fragments, *jnp.shape(x))) if owner is None else x
@@ -103,7 +106,10 @@ class OuterLayout:
     def update(
         self, gradients: Sequence[Array], state: Sequence[Array], anchors: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """Run the optimizer on one fragment: its new outer parameters, and the new state."""
+        """Run the optimizer on one fragment; return its new outer parameters and new state.
+
+        All arguments are lists of the fragment's arrays; `gradients` are mean pseudo-gradients.
+        """
         params = self.as_tree(anchors)
         old = jax.tree.unflatten(self.treedef, state)
         updates, new = self.tx.update(self.as_tree(gradients), old, params)
@@ -111,12 +117,12 @@ class OuterLayout:
 
 
 class Sent(NamedTuple):
-    """A fragment on its way.
+    """A fragment that has been sent and not yet merged.
 
     Attributes:
         messages: on each device the messages of all nodes, `[nodes, bytes]`; or their sum,
-            `[1, elements]`, if the exchange is a reduction.
-        parts: what this node had in the fragment when it was sent, if that is needed to merge.
+            `[1, elements]`, if `Exchange.is_reduced`.
+        parts: this node's own parameters when it sent the fragment; empty if not needed to merge.
     """
 
     messages: Shaped[Array, "rows _"]
@@ -129,7 +135,7 @@ class Outer(NamedTuple):
     Attributes:
         anchors: the outer parameters.
         state: the leaves of the outer optimizer's state.
-        residuals: for each encoded leaf, what encoding has left out so far.
+        residuals: for each encoded leaf, the errors of encoding that have not been sent yet.
     """
 
     anchors: list[Array]
@@ -139,16 +145,16 @@ class Outer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The exchange of the fragments of some leaves.
+    """Sends fragments of the exchanged leaves to all nodes, and merges their means.
 
     Attributes:
         method: the user's settings.
-        leaves: the leaves, with their layouts on the devices of one node.
+        leaves: the exchanged leaves, with their layouts on the devices of one node.
         cuts: how each device's shard of a leaf is cut into fragments.
         mesh: the devices of one node.
         min_quantized_size: leaves with fewer elements are sent without a codec.
         outer: the outer optimizer.
-        has_tangents: whether messages are floats, without a codec, which JAX can differentiate.
+        has_tangents: whether JAX can differentiate the exchange: messages are floats, not bytes.
     """
 
     method: LocalSteps
@@ -176,7 +182,7 @@ class Exchange:
         ]
 
     def codec_of(self, leaf: LeafSpec) -> Any:
-        """The codec of a leaf's pseudo-gradients; None if they are sent as they are."""
+        """Return the codec of a leaf's pseudo-gradients; None if they are sent as floats."""
         codec, num, dtype = self.method.codec, leaf.layer_size, accumulator_dtype(leaf.dtype)
         if codec is None or not codec.is_used_for(num, dtype, self.min_quantized_size):
             return None
@@ -184,7 +190,7 @@ class Exchange:
 
     @property
     def encoded(self) -> list[int]:
-        """The indices of the leaves that are encoded."""
+        """The indices of the leaves whose pseudo-gradients are encoded by a codec."""
         return [i for i, leaf in enumerate(self.leaves) if self.codec_of(leaf) is not None]
 
     @property
@@ -193,12 +199,12 @@ class Exchange:
 
     @functools.cached_property
     def is_reduced(self) -> bool:
-        """Whether an all-reduce sums the messages of the nodes; otherwise each gathers all of them.
+        """Whether an all-reduce sums the nodes' messages; otherwise every node gathers all of them.
 
-        With n nodes and messages of B bytes, (n - 1) B enter a device that gathers, 2 (n - 1) / n B
-        one that reduces. For two nodes this is the same. Codes cannot be summed. A message with
-        encoded leaves is gathered with its leaves that have no codec: these are small, and a second
-        collective would add its latency.
+        With n nodes and messages of B bytes, an all-gather brings (n - 1) B bytes to each device,
+        and an all-reduce 2 (n - 1) / n B. For two nodes this is the same. Codes cannot be summed.
+        If some leaves are encoded, the full message is gathered: the other leaves are small, and a
+        second collective would add its latency.
         """
         return self.num_nodes > 2 and not self.encoded
 
@@ -209,13 +215,13 @@ class Exchange:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the messages that a device holds while a fragment travels."""
-        # XLA writes the sum over the message that is reduced.
+        """Bytes of messages that a device holds while a fragment travels: all nodes' or a sum."""
+        # An all-reduce needs no second buffer: XLA writes the sum over the message.
         return self.sent_bytes * (1 if self.is_reduced else self.num_nodes)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of a node's own part of a fragment, which a device keeps while it travels."""
+        """Bytes of `Sent.parts` on one device; 0 if merging does not need them."""
         if not self._keeps_progress:
             return 0
         pairs = zip(self.leaves, self.parts, strict=True)
@@ -223,7 +229,7 @@ class Exchange:
 
     @property
     def node_bytes(self) -> int:
-        """Bytes that enter one node in a round."""
+        """Bytes that enter one node from other nodes in a round."""
         others = self.sent_bytes * (self.num_nodes - 1)
         into_device = 2 * others // self.num_nodes if self.is_reduced else others
         return into_device * self.method.fragments * self.mesh.mesh.shape[LOCAL]
@@ -236,7 +242,10 @@ class Exchange:
         return map_devices(function, self.mesh, in_specs, out_specs)
 
     def send(self, params: list[Array], outer: Outer, number: Array) -> tuple[Sent, list[Array]]:
-        """Send fragment `number`; return it and the new residuals."""
+        """Send this node's pseudo-gradients of fragment `number`; return also the new residuals.
+
+        `params` are the node's own values of the exchanged leaves.
+        """
 
         def on_device(
             params: list[Array], anchors: list[Array], residuals: list[Array], number: Array
@@ -261,14 +270,14 @@ class Exchange:
     def _deltas(
         self, own: list[Array], anchors: list[Array], residuals: list[Array], number: Array
     ) -> list[Float[Array, ...]]:
-        """What this device sends: outer parameters less its own, and what was left out before."""
+        """Return what this device sends: outer parameters minus its own, plus earlier residuals."""
         left_out = dict(zip(self.encoded, residuals, strict=True))
         deltas = []
         for i, (cut, x, anchor) in enumerate(zip(self.cuts, own, anchors, strict=True)):
             delta = _difference(cut.read(anchor, number), x.astype(anchor.dtype))
             if i in left_out:
                 delta += cut.read(left_out[i], number).astype(delta.dtype)
-            # What an earlier fragment holds too is not written back; zeros do not widen a scale.
+            # Elements of an earlier fragment are not written back; zeros widen no codec's scale.
             new = cut.is_new(number)
             deltas.append(delta if new is None else jnp.where(new, delta, 0))
         return deltas
@@ -280,7 +289,7 @@ class Exchange:
         residuals: list[Array],
         number: Array,
     ) -> list[Array]:
-        """The residuals, with what the message leaves out of this fragment."""
+        """Return the residuals, updated with the encoding errors of this fragment's message."""
         sent = decode(self.parts, message)
         result = []
         for i, old in zip(self.encoded, residuals, strict=True):
@@ -293,7 +302,10 @@ class Exchange:
     def receive(
         self, sent: Sent, params: list[Array], outer: Outer, number: Array
     ) -> tuple[list[Array], Outer]:
-        """Update the outer parameters with the mean of a fragment, and the node's own with them."""
+        """Apply a fragment's mean to the outer parameters, and merge these with the node's own.
+
+        Returns the node's new values of the exchanged leaves, and the new outer state.
+        """
         specs = self._specs()
         state_specs = [PartitionSpec() if i is None else specs[i] for i in self.outer.owners]
         everywhere, kept_specs = PartitionSpec(), specs if self._keeps_progress else []
@@ -356,7 +368,7 @@ class Exchange:
 
     @property
     def _keeps_progress(self) -> bool:
-        """Whether what was sent is kept, to add what the node has learned since then."""
+        """Whether `Sent.parts` is kept, so that merging keeps the progress of the delay's steps."""
         return self.method.mixing is None and self.method.delay > 0
 
     def _state_part(self, state: list[Array], number: Array) -> list[Array]:
@@ -382,5 +394,5 @@ class Exchange:
 
 
 def _difference(x: Array, y: Array) -> Array:
-    """`x - y`; 0 where they are equal, even if infinite (a mask of -inf among the parameters)."""
+    """Return `x - y`; 0 where both are the same infinity, as in a parameter that masks by -inf."""
     return jnp.where((x == y) & jnp.isinf(x), jnp.zeros_like(x), x - y)

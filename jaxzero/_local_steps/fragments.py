@@ -1,10 +1,13 @@
 """Fragments of parameters: equal parts of each device's shards, and the message of a fragment.
 
-A message has the pseudo-gradients of all leaves, encoded, and is one array, because XLA:GPU keeps a
-collective under way across a loop only then: with codes and scales in arrays of their own it waits
-for them before the loop. A message with codes is an array of bytes: each node gathers the messages
-of all nodes, decodes them, and adds them up in the order of nodes. A message of more than two nodes
-that has no codes is an array of floats, which an all-reduce sums.
+A device's shard of a leaf is cut into parts, one for each fragment. A message holds the
+pseudo-gradients of one fragment, of all leaves, and is a single array: only then does XLA:GPU keep
+its collective under way across a loop. With codes and scales in separate arrays, XLA:GPU would wait
+for the collectives before the loop.
+
+A message with codes is an array of bytes: each node gathers the messages of all nodes, decodes
+them, and adds them up in the order of nodes. A message without codes is an array of floats if there
+are more than two nodes, and an all-reduce sums it over nodes.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from ..pallas_kernels import add_up
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where the parts of a shard lie.
+    """The division of a shard into equal parts along one dim.
 
     If the number of parts does not divide the cut dim, the last parts begin earlier and overlap
-    with those before them; `is_new` tells which elements belong to a part. A scalar is one part of
-    its own, which belongs to the first fragment.
+    with those before them; `is_new` tells which elements belong to a part. A scalar is one
+    part, and belongs to the first fragment.
 
     Attributes:
         shape: the shape of the shard.
@@ -42,9 +45,10 @@ class Cut:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], num: int) -> Cut:
-        """Cut along the first dim that divides evenly, otherwise along the largest.
+        """Cut a shard of `shape` into `num` parts, along the first dim that divides evenly.
 
-        The first dim of a stack counts layers, so that a part then has whole layers.
+        If no dim does, the largest dim is cut. The first dim of a stack counts layers, so a part of
+        a stack has whole layers if `num` divides their number.
         """
         even = [dim for dim, size in enumerate(shape) if size and size % num == 0]
         largest = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
@@ -69,7 +73,7 @@ class Cut:
         return jnp.minimum(number * self.size, self.shape[self.dim] - self.size)
 
     def read(self, x: Shaped[Array, ...], number: Array) -> Shaped[Array, ...]:
-        """Part `number` of the shard."""
+        """Return part `number` of the shard `x`."""
         if self._is_all:
             return x
         return lax.dynamic_slice_in_dim(x, self._start(number), self.size, self.dim)
@@ -77,7 +81,7 @@ class Cut:
     def write(
         self, x: Shaped[Array, ...], part: Shaped[Array, ...], number: Array
     ) -> Shaped[Array, ...]:
-        """The shard with part `number` replaced, where it is new."""
+        """Return the shard `x` with part `number` replaced by `part`, where `is_new`."""
         new = self.is_new(number)
         if new is not None:
             part = jnp.where(new, part, self.read(x, number))
@@ -86,7 +90,7 @@ class Cut:
         return lax.dynamic_update_slice_in_dim(x, part, self._start(number), self.dim)
 
     def is_new(self, number: Array) -> Bool[Array, ...] | None:
-        """A mask of the elements of part `number` that no earlier part holds; None: all."""
+        """Return a mask of the elements of part `number` that no earlier part holds; None: all."""
         if not self.shape:
             return number == 0 if self.num > 1 else None
         if self.shape[self.dim] % self.num == 0:
@@ -97,15 +101,16 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One leaf's part in the message.
+    """The part of a message that holds one leaf: its shape, dtype and encoding.
 
     Attributes:
         shape: the shape of the part of this device's shard.
         dtype: the dtype of the pseudo-gradient: float32, or float64 for parameters of float64.
-        codec: None sends it as it is.
+        codec: encodes the pseudo-gradient; None: it is sent as floats.
         is_split: whether the devices of a node have different shards. Otherwise they encode the
             same numbers, and must round them alike.
-        in_floats: the dtype of the message, which then has tangents; None: it is of bytes.
+        in_floats: the dtype of a message of floats, which JAX can differentiate; None: the message
+            is an array of bytes.
     """
 
     shape: tuple[int, ...]
@@ -120,7 +125,7 @@ class Part:
 
     @property
     def columns(self) -> int:
-        """Elements of a row of the message: bytes, or floats."""
+        """The number of elements of the message that this leaf takes: bytes, or floats."""
         return self.num_bytes if self.in_floats is None else self.num
 
     @property
@@ -141,7 +146,7 @@ class Part:
         return as_bytes(self.codec.encode_rows(row, seed=seed))
 
     def decode(self, rows: Shaped[Array, "n _"]) -> Float[Array, ...]:
-        """The array of each row, `[n, *shape]`."""
+        """Decode this leaf's columns of n messages to its arrays, `[n, *shape]`."""
         if self.in_floats is not None:
             decoded = rows.astype(self.dtype)
         elif self.codec is None:
@@ -153,14 +158,14 @@ class Part:
 
 
 def encode(parts: Sequence[Part], arrays: Sequence[Float[Array, ...]]) -> Shaped[Array, "1 m"]:
-    """Encode the arrays, one for each part, as one message."""
+    """Encode arrays, one for each of `parts`, and join them to one message."""
     rows = [part.encode(x) for part, x in zip(parts, arrays, strict=True)]
     # Keeps XLA from moving the encoding across the collective.
     return lax.optimization_barrier(jnp.concatenate(rows, axis=1))
 
 
 def decode(parts: Sequence[Part], message: Shaped[Array, "n m"]) -> list[Float[Array, ...]]:
-    """Decode messages: for each part the arrays of all rows, `[n, *shape]`."""
+    """Decode n messages; return, for each of `parts`, an array `[n, *shape]`."""
     arrays, start = [], 0
     for part in parts:
         stop = start + part.columns
@@ -172,5 +177,9 @@ def decode(parts: Sequence[Part], message: Shaped[Array, "n m"]) -> list[Float[A
 def mean_of_nodes(
     parts: Sequence[Part], messages: Shaped[Array, "rows m"], num_nodes: int
 ) -> list[Float[Array, ...]]:
-    """The mean over nodes of each part; rows are added up in the order of nodes."""
+    """Decode messages; return, for each of `parts`, the mean over nodes.
+
+    `messages` has a row for each node, or one row that is their sum. Rows are added in the order of
+    nodes, so that all nodes get the same bits.
+    """
     return [add_up(x) / jnp.asarray(num_nodes, x.dtype) for x in decode(parts, messages)]

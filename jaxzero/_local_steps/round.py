@@ -1,4 +1,4 @@
-"""One round on one node: local steps, with every fragment exchanged once among them.
+"""Run one round on one node: `every` local steps, during which each fragment is exchanged once.
 
     for each fragment:
         every / fragments - delay steps
@@ -25,14 +25,14 @@ from .exchange import Exchange, Outer
 
 
 class Inner(NamedTuple):
-    """What one node trains: the arrays of its parameters and of its optimizer state."""
+    """The parameters of one node and the state of its own optimizer, as lists of arrays."""
 
     params: list[Array]
     opt_state: list[Array]
 
 
 class Carry(NamedTuple):
-    """What a round starts from and ends with, on one node."""
+    """The state of one node between rounds: its own training state, and the outer state."""
 
     inner: Inner
     outer: Outer
@@ -44,17 +44,17 @@ NodeStep = Callable[[Inner, Any], tuple[Inner, Any]]  # a step on a batch, and i
 def run_round(
     step: NodeStep, exchange: Exchange, numbers: Sequence[int], carry: Carry, batches: Any
 ) -> tuple[Carry, Any]:
-    """Run a round.
+    """Run a round on one node: local steps, and the exchange of every fragment.
 
     Args:
-        step: one step of the user's.
+        step: runs one training step on a batch; returns the new `Inner` and metrics.
         exchange: the exchange of fragments.
-        numbers: the parameters that are exchanged, by index.
-        carry: the state before.
-        batches: a tree of arrays `[every, ...]`.
+        numbers: the indices in `Inner.params` of the exchanged leaves.
+        carry: the state before the round.
+        batches: the batches of all steps, a tree of arrays `[every, ...]`.
 
     Returns:
-        The state after, and the metrics of all steps, `[every, ...]`.
+        The state after the round, and the metrics of all steps, a tree of arrays `[every, ...]`.
     """
     method = exchange.method
     before = method.steps_per_fragment - method.delay
@@ -73,7 +73,7 @@ def run_round(
         params = list(inner.params)
         new, outer = exchange.receive(sent, [params[i] for i in numbers], outer, number)
         for i, x in zip(numbers, new, strict=True):
-            # The exchange leaves shards, and at stages below 3 steps take whole parameters.
+            # The exchange returns shards; at stages below 3 a step takes whole parameters.
             params[i] = split_if_explicit(x, jax.typeof(params[i]).sharding.spec)
         return Carry(Inner(params, inner.opt_state), outer), first
 

@@ -1,4 +1,4 @@
-"""When nodes exchange what they have learned, in how many fragments, and in how many bits."""
+"""Settings of local steps: when nodes exchange parameters, in which fragments, and encoded how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSteps:
-    """Train every node by itself, and average the nodes' parameters every few steps.
+    """Settings to train every node by itself, and average parameters every few steps.
 
     A round has `every` steps. Each element of the parameters is exchanged once in a round: the
     difference between the outer parameters and the node's own (the pseudo-gradient) is averaged
@@ -28,8 +28,8 @@ class LocalSteps:
         delay: steps between the sending of a fragment and the use of its mean (tau). The message
             travels while these steps are computed. 0: the node waits for it.
         fragments: equal parts of the parameters that are exchanged in turn; a divisor of `every`.
-        outer: the outer optimizer, any optax chain. It runs once for each fragment and round; what
-            it reduces (a norm), it reduces over the fragment.
+        outer: the outer optimizer, any optax chain. It runs once for each fragment and round, and
+            its reductions (such as a norm) are over the fragment.
         codec: encodes the pseudo-gradients; the rounding error is added to the next one of that
             fragment (error feedback). Each node receives the encoded messages of all others, so
             many nodes send more than without a codec (4 bits: from 16 nodes on). None: they are
@@ -90,12 +90,12 @@ class LocalSteps:
 
     @property
     def steps_per_fragment(self) -> int:
-        """The steps between two fragments."""
+        """The number of steps from the exchange of one fragment to that of the next."""
         return self.every // self.fragments
 
 
 def diloco(*, every: int = 500, codec: Codec | None = None) -> LocalSteps:
-    """DiLoCo: all parameters at once, every `every` steps, with Nesterov momentum outside.
+    """Return the settings of DiLoCo: exchange all parameters at once, every `every` steps.
 
     Nodes wait for the exchange. The outer optimizer is SGD of rate 0.7 with Nesterov momentum 0.9.
 
@@ -113,12 +113,13 @@ def streaming_diloco(
     mixing: float | None = 0.5,
     codec: Codec | None = Int4(block=128),  # noqa: B008
 ) -> LocalSteps:
-    """Streaming DiLoCo: fragments in turn, in 4 bits, each hidden behind `delay` steps.
+    """Return the settings of Streaming DiLoCo: exchange fragments in turn, in 4 bits.
 
-    The paper's fragments are groups of layers; here each is an equal part of each device's
-    shard of every leaf (of a stack of scanned layers neighbouring layers, if `fragments` divides
-    their number), so that all messages have the same size. It quantises to 4-bit floats, this to
-    4-bit integers in blocks, with error feedback.
+    Each message travels during `delay` steps. The paper's fragments are groups of layers. Here a
+    fragment is an equal part of each device's shard of every leaf, so that all messages have the
+    same size. Of a stack of scanned layers a fragment holds neighbouring layers if
+    `fragments` divides their number. The paper quantises to 4-bit floats, and this to 4-bit
+    integers in blocks, with error feedback.
 
     References:
         Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
@@ -127,11 +128,12 @@ def streaming_diloco(
 
 
 def dasgd(*, every: int, delay: int, codec: Codec | None = None) -> LocalSteps:
-    """Average parameters every `every` steps; the mean is used `delay` steps after it was sent.
+    """Return the settings of DaSGD: average parameters every `every` steps, with a delay.
 
-    A node keeps the progress of these steps: it adds the difference between the mean and what it
-    had sent (LOSCAR-SGD). It takes no weighted sum of the mean and its own parameters. The outer
-    optimizer is SGD of rate 1, so that the outer parameters are the mean.
+    Parameters are sent, and their mean is used `delay` steps later. A node keeps the progress of
+    these steps: to its parameters it adds the difference between the mean and the parameters that
+    it had sent (LOSCAR-SGD), and takes no weighted sum of the two. The outer optimizer is SGD of
+    rate 1, so that the outer parameters are the mean.
 
     References:
         DaSGD (https://arxiv.org/abs/2006.00441);

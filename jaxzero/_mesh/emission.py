@@ -60,7 +60,7 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
 
 
 def bind(equation: Any, inputs: Sequence[Any], **changes: Any) -> list[Any]:
-    """Apply the primitive of an equation, with some of its parameters changed."""
+    """Apply the primitive of an equation to `inputs`, with the parameters in `changes` changed."""
     params = equation.primitive.get_bind_params({**equation.params, **changes})
     functions, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager:
@@ -72,8 +72,8 @@ class Recording:
     """The equations of a function, which can be copied into other traces for other arrays.
 
     Attributes:
-        is_closed: whether they can be copied. They cannot if they read an array of the trace that
-            they were recorded in, or if the function returns a number that is known.
+        is_closed: whether the equations can be copied. They cannot if they read an array of the
+            trace that they were recorded in, or if the function returns a constant number.
     """
 
     def __init__(self, function: Callable[..., Any], arrays: Sequence[Any]):
@@ -104,7 +104,7 @@ class Recording:
 
 
 class _Copies:
-    """Equations that are replaced by one call while a program is traced.
+    """Equations that one call stands for while a program is traced.
 
     Args:
         equations: the equations, with the names of their inputs and outputs.
@@ -139,7 +139,7 @@ class _Copies:
         return _copies_p.bind(*values, key=key)
 
     def in_place_of(self, call: Any) -> Iterator[Any]:
-        """Yield the equations, changed to read the inputs of a call and to make its outputs."""
+        """Yield copies of the equations that read the inputs of a call and make its outputs."""
         atoms = {**self.numbers, **dict(zip(self.inputs, call.invars, strict=True))}
         outputs = dict(zip(self.outputs, call.outvars, strict=True))
         source = call.source_info
@@ -206,7 +206,7 @@ def _expanded(equation: Any) -> Iterable[Any]:
 
 
 def _without_dead(equations: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
-    """Return the equations that have effects or whose results are read, as JAX's tracing keeps."""
+    """Drop equations without effects whose results nothing reads, as JAX's tracing does."""
     live, kept = {id(x) for x in outputs}, []
     for equation in reversed(equations):
         if equation.effects or not live.isdisjoint(map(id, equation.outvars)):

@@ -113,10 +113,10 @@ def all_to_all(
 def permute(
     x: Shaped[Array, ...], axes: str | tuple[str, ...], pairs: Sequence[tuple[int, int]]
 ) -> Shaped[Array, ...]:
-    """Call `lax.ppermute`, in pieces if two devices of different nodes may send to each other.
+    """Send from device to device: `lax.ppermute`, in pieces where that is faster between nodes.
 
-    If no two devices send to each other, messages may be large: a receiver's signal that it is
-    ready never waits behind data that the receiver sends.
+    It is faster if two devices send to each other. Otherwise messages may be large: a receiver's
+    signal that it is ready never waits behind data that the receiver sends.
     """
     if not is_mutual(pairs) or not _is_in_pieces(axes):
         return lax.ppermute(x, axes, pairs)
@@ -131,7 +131,7 @@ def is_mutual(pairs: Sequence[tuple[int, int]]) -> bool:
 
 
 def _is_in_pieces(axes: str | tuple[str, ...]) -> bool:
-    """Return whether a message may cross nodes: over `node`, or over a part of it (`node.0`)."""
+    """Return whether messages over `axes` may cross nodes: over `node`, or its part (`node.0`)."""
     names = (axes,) if isinstance(axes, str) else axes
     return is_worked_around() and any(name.partition(".")[0] == NODE for name in names)
 
@@ -164,7 +164,7 @@ def _join(parts: Shaped[Array, "devices ..."], dim: int) -> Shaped[Array, ...]:
 
 
 def _pieces(x: Shaped[Array, "... n"]) -> Iterator[Shaped[Array, "... piece"]]:
-    """Cut the last dim into nearly equal pieces, each of at most `PIECE_BYTES` in a row."""
+    """Cut the last dim into nearly equal pieces, of at most `PIECE_BYTES` in each row."""
     count = max(1, -(-x.shape[-1] * x.dtype.itemsize // PIECE_BYTES))
     ends = [x.shape[-1] * i // count for i in range(count + 1)]
     for start, end in itertools.pairwise(ends):

@@ -1,10 +1,10 @@
 """On CPUs, order collectives so that none outside of a loop runs at the same time as one inside.
 
 XLA:CPU runs the collectives of one computation in turn. But it only waits for a loop (or a `cond`)
-to *begin* before it begins the next collective, unless that reads what the loop writes. Collectives
-inside the loop and after it are then in flight at once. All have the same channel id, by which
-XLA:CPU and Gloo find out which messages belong together: devices would exchange the messages of
-different collectives. Each would also block a thread, of which there may be one for each device.
+to *begin* before it begins the next collective, unless the collective reads a result of the loop.
+Collectives inside the loop and after it are then in flight at once. All have the same channel id,
+by which XLA:CPU and Gloo match messages: devices would exchange the messages of different
+collectives. Each would also block a thread, of which there may be only one for each device.
 
 So a loop with collectives carries a token: a number that is always 0, which XLA cannot prove. It
 depends on every collective before the loop, and every collective after the loop depends on it, also
@@ -75,7 +75,7 @@ def last_tokens() -> list[Token]:
 
 
 def remember(tokens: Sequence[Token]) -> None:
-    """Let the next program of this trace wait for everything that `tokens` depend on."""
+    """Make the next program of this trace wait for the collectives that `tokens` depend on."""
     state = jex.get_opaque_trace_state(convention="jaxzero")
     others = [x for x in _last_tokens.get() if x[0] != state and x[1]() is not None]
     _last_tokens.set((*others, *((state, weakref.ref(token)) for token in tokens)))
@@ -107,9 +107,14 @@ def in_order(program: Any, tokens: list[Token]) -> Any:
 
 
 def _with_token(program: Any, sent: Sequence[Any]) -> Any:
-    """Append a token to the outputs of a program whose collectives, `sent`, wait for no token.
+    """Return a program with one more output, the first: a token that depends on its collectives.
 
-    The program is not evaluated again: for an unrolled model that would take as long as a trace.
+    The program has no loops with collectives, and no collective waits for a token. So it is not
+    evaluated again: for an unrolled model that would take as long as a trace.
+
+    Args:
+        program: a closed jaxpr.
+        sent: the equations of the program that are collectives.
     """
 
     def last(*arrays: Any) -> Token:

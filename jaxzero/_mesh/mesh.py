@@ -75,9 +75,10 @@ def make_mesh(
 
     Args:
         nodes: number of nodes. By default each slice is a node if the devices belong to several
-            slices (pods of TPUs, GPUs that share NVLink); otherwise each host is one, with all
-            its processes, which must then all make this call, since they exchange host names. If
-            given, devices are ordered by `(process_index, id)`, and a node is a run of neighbours.
+            slices (pods of TPUs, GPUs that share NVLink); otherwise each host is a node, with all
+            its processes. All processes must then make this call, since they exchange host names.
+            With a number, devices are ordered by `(process_index, id)`, and a node is a run of
+            neighbours.
         devices: the devices to use; by default all of them.
         axis_type: `AxisType.Auto` or `AxisType.Explicit`, for `node` and `local`.
         simulate: make a mesh of this many simulated devices. Every array then lies whole on the
@@ -100,8 +101,9 @@ def make_mesh(
 
     Raises:
         TypeError: `devices` is a number.
-        ValueError: `nodes` does not divide the number of devices, `stages` not that of nodes,
-            `tokens` not that of devices of a node, or hosts have different numbers of devices.
+        ValueError: `nodes` does not divide the number of devices, `stages` does not divide the
+            number of nodes, `tokens` does not divide the number of devices of a node, or hosts have
+            different numbers of devices.
     """
     if isinstance(devices, numbers.Number):
         raise TypeError(
@@ -177,7 +179,10 @@ def with_stages(mesh: Any, stages: int | None = None) -> Any:
 
 
 def _by_node(devices: Sequence[Any]) -> list[list[Any]]:
-    """Group devices by slice if there are several, otherwise by host; ordered by first device."""
+    """Group devices by slice if they are of several slices, otherwise by host.
+
+    Groups have the order of their first devices in `devices`.
+    """
     slices = {getattr(device, "slice_index", None) for device in devices}
     groups: dict[str, list[Any]] = {}
     for device in devices:
@@ -209,7 +214,7 @@ def _simulated(nodes: int, num_devices: int, device: Any, axis_type: AxisType) -
 
 
 def map_devices(function: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Run `function` on every device's shards of global arrays; specs are over `node`, `local`.
+    """Wrap `function` to run on every device's shards of global arrays.
 
     This is `jax.shard_map`, or its simulation for a `SimulatedMesh`. For a `NodeMesh` it runs on
     the devices of one node.

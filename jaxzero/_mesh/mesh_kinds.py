@@ -75,14 +75,14 @@ class SimulatedMesh:
         out_specs: Any,
         axes: tuple[str, ...] | None = None,
     ) -> Callable:
-        """Run `function` on every device's shards of global arrays, as `jax.shard_map` does.
+        """Wrap `function` to run on every device's shards of global arrays: `jax.shard_map`.
 
         Args:
             function: takes and returns trees of arrays.
             in_specs: a tuple of tree prefixes of `PartitionSpec`s, one for each argument.
             out_specs: a tree prefix of `PartitionSpec`s; for an output that is not split, the
                 first device's value is returned.
-            axes: the mesh axes to run over, which are all that specs may name; by default all.
+            axes: the mesh axes to run over; by default all. Specs may name no other axes.
         """
         names = self.axis_names if axes is None else axes
 
@@ -126,7 +126,11 @@ class SimulatedMesh:
         return jnp.moveaxis(x, range(len(dims)), dims).reshape(shape)
 
     def _axis_dims(self, spec: PartitionSpec, ndim: int) -> list[int]:
-        """Return the dim of each mesh axis if every split dim is reshaped to `(*axes, shard)`."""
+        """Return the dim of each mesh axis in a global array that is reshaped.
+
+        The reshape turns every dim that is split into one dim for each of its mesh axes, and a last
+        one for the shard.
+        """
         order = [name for axes in axes_of_dims(spec, ndim) for name in (*axes, None)]
         return [order.index(axis) for axis in self.axis_names if axis in order]
 
@@ -174,7 +178,7 @@ def varying(x: Shaped[Array, ...], axes: str | tuple[str, ...]) -> Shaped[Array,
 def gather_in_turn(
     x: Shaped[Array, ...], axes: tuple[str, ...], dim: int, tiled: bool
 ) -> Shaped[Array, ...]:
-    """Do a `lax.all_gather` over several axes, one after the other, minor first."""
+    """Do a `lax.all_gather` over several axes, one after the other, the minor axis first."""
     x = x if tiled else jnp.expand_dims(x, dim)
     for axis in reversed(axes):
         x = lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -184,7 +188,7 @@ def gather_in_turn(
 def scatter_in_turn(
     x: Shaped[Array, ...], axes: tuple[str, ...], dim: int, tiled: bool
 ) -> Shaped[Array, ...]:
-    """Do a `lax.psum_scatter` over several axes, one after the other, major first."""
+    """Do a `lax.psum_scatter` over several axes, one after the other, the major axis first."""
     for axis in axes:
         x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return x if tiled else jnp.squeeze(x, dim)
@@ -227,7 +231,7 @@ def exchange_in_turn(name: str, x: Any, params: dict[str, Any]) -> Any:
 
 
 def refuse_exchanges_inside(equation: Any) -> None:
-    """Raise `NotImplementedError` for collectives in an equation that `vmap` computes wrongly."""
+    """Raise `NotImplementedError` if an equation contains collectives that `vmap` gets wrong."""
     for inner in equations_inside(equation):
         name, axes = inner.primitive.name, inner.params.get("axis_name", ())
         if name == "all_to_all" or (name in EXCHANGES and len(axes) > 1):
@@ -239,7 +243,7 @@ def refuse_exchanges_inside(equation: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NodeMesh:
-    """The devices of one node of `mesh`, for functions that `map_nodes` traces."""
+    """A stand-in for `mesh` with the devices of one node, for functions that `map_nodes` traces."""
 
     mesh: Mesh | SimulatedMesh
 
@@ -256,7 +260,7 @@ class NodeMesh:
         return self.mesh.size // self.mesh.shape[NODE]
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Run `function` on every device's shards of arrays that are global within a node."""
+        """Wrap `function` to run on every device's shards of arrays that are global in a node."""
         in_specs, out_specs = without_node(in_specs), without_node(out_specs)
         if isinstance(self.mesh, SimulatedMesh):
             return self.mesh.map(function, in_specs, out_specs, axes=(LOCAL,))
@@ -290,7 +294,7 @@ def physical(mesh: AnyMesh) -> Mesh:
 def map_nodes(
     function: Callable, mesh: Mesh | SimulatedMesh, in_specs: Any, out_specs: Any
 ) -> Callable:
-    """Run `function` on every node's part of global arrays; specs are over `node` only.
+    """Wrap `function` to run on every node's part of global arrays; specs name only `node`.
 
     Args:
         function: takes and returns trees of arrays. Only collectives over `node` in functions that

@@ -99,18 +99,18 @@ def forward_only(tree: Any) -> Any:
 
 
 def known_together(arrays: Sequence[Any]) -> list[Any]:
-    """Return the same arrays, which `jax.linearize` treats alike: all known, or all unknown.
+    """Return the same arrays, marked so that `jax.linearize` takes all as known or all as unknown.
 
-    Linearization computes at once, and keeps, whatever depends on known arrays only. For a program
-    with known weights and unknown tangents, it would keep all weights in full.
+    Linearization computes at once, and keeps, all values that depend on known arrays only. For a
+    program with known weights and unknown tangents, it would keep all weights in full.
     """
     return _known_together_p.bind(*arrays)
 
 
 def without_refs(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr, in one equation that hides the `jax.Ref`s that are made inside.
+    """Evaluate a jaxpr as one equation, which hides the `jax.Ref`s that the jaxpr makes inside.
 
-    JAX removes these when it lowers a program, but not from the body of a `jax.custom_jvp`.
+    JAX removes refs when it lowers a program, but not from the body of a `jax.custom_jvp`.
     """
     if not any(map(_is_of_refs, jaxpr.effects)):
         return eval_jaxpr(jaxpr, constants, *arrays)
@@ -169,7 +169,7 @@ mlir.register_lowering(_without_refs_p, mlir.lower_fun(_run))
 
 
 def with_inputs_alone(jaxpr: Any) -> Any:
-    """Return a jaxpr that has no constants; it takes them as its first inputs."""
+    """Return a jaxpr without constants, which takes those of `jaxpr` as its first inputs."""
     unnamed = jaxpr.debug_info.with_unknown_names()
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return jaxpr.replace(constvars=[], invars=inputs, debug_info=unnamed)
@@ -213,10 +213,11 @@ def bare(x: Any) -> Any:
 
 
 def _with_mesh_context(mesh: Any, closed: Any) -> Any:
-    """Give equations with `axis_index` or a debug print the context of `mesh`, to lower them.
+    """Return a jaxpr whose `axis_index` and debug prints JAX can lower inside a `shard_map`.
 
-    JAX lowers these as a `shard_map` over the axes that are automatic in the mesh of their context.
-    A `shard_map` gets the manual axes around it, or the compiler would partition library calls.
+    JAX lowers such an equation as a `shard_map` over the axes that are automatic in the mesh of its
+    context, so the context becomes one of `mesh`. A `shard_map` in the jaxpr gets the manual axes
+    around it, or the compiler would partition library calls.
     """
     manual = dict.fromkeys(mesh.manual_axes, AxisType.Manual)
 
@@ -277,9 +278,9 @@ def evaluate(
 
 
 def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
-    """Return a closed jaxpr that runs `first`, and then `second` on the variables `read`.
+    """Return a closed jaxpr that runs `first`, and then `second` on `first`'s variables `read`.
 
-    Its inputs are those of `first`. The outputs of `second` come before those of `first`.
+    The inputs are those of `first`. The outputs are those of `second`, then those of `first`.
     """
     one, two = first.jaxpr, second.jaxpr
     names = dict(zip(two.invars, read, strict=True))

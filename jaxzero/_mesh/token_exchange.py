@@ -17,9 +17,6 @@ no scatter adds rows in an order of its own.
 
 Legend: t = tokens of a device, n = all tokens that a device has received, k = choices of a token, d
 = features, m = rows.
-
-Legend: t tokens of a device, n of all that a device has received, k choices of a token, d features,
-m rows.
 """
 
 from __future__ import annotations
@@ -180,10 +177,17 @@ def _entering_bytes(tokens: Any) -> int:
 def _own_choices(
     choices_nk: Int[Array, "n k"], weights_nk: Float[Array, "n k"], num_local: int
 ) -> tuple[Int[Array, "n m"], Float[Array, "n m"]]:
-    """Return the choices, by all tokens of the node, of this device's experts, and their weights.
+    """Reduce the choices of the node's tokens to choices of this device's experts.
 
-    Choices count from this device's first expert; `num_local` stands for an expert of another
-    device. A token has at most `num_local` of this device's experts, so `m = min(k, num_local)`.
+    A token chooses at most `num_local` of this device's experts, so `m = min(k, num_local)`.
+
+    Args:
+        choices_nk: the chosen experts, counted from this device's first expert.
+        weights_nk: the weights of these choices.
+        num_local: the number of this device's experts.
+
+    Returns:
+        The choices, where `num_local` stands for an expert of another device; and their weights.
     """
     if num_local > choices_nk.shape[1]:
         is_here = (choices_nk >= 0) & (choices_nk < num_local)
@@ -201,7 +205,10 @@ def _grouped(
     weights_nk: Float[Array, "n k"],
     num_local: int,
 ) -> Shaped[Array, "n d"]:
-    """Sum, for each token, the results of its experts on this device; choice `num_local` adds 0."""
+    """Sum, for each token, the weighted results of the experts on this device that it chose.
+
+    A choice of `num_local`, which is no expert of this device, adds 0.
+    """
     num, k = choices_nk.shape
     choices_m = choices_nk.reshape(-1)
     with jax.named_scope(ROWS_APART):
@@ -268,7 +275,10 @@ def _exchanged(x: Shaped[Array, "s ..."]) -> Shaped[Array, "s ..."]:
 def _rows(
     x: Shaped[Array, "n d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "m d"]:
-    """Return rows `order // k` of `x`; `order` is a permutation of `k` copies of each row."""
+    """Copy each row of `x` `k` times, and permute the copies: return rows `order // k`.
+
+    The derivative reads rows by `inverse_m`, the inverse of the permutation `order_m`.
+    """
     return x[order_m // k]
 
 
@@ -287,7 +297,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 def _sums(
     x: Shaped[Array, "m d"], order_m: Int[Array, " m"], inverse_m: Int[Array, " m"], k: int
 ) -> Shaped[Array, "n d"]:
-    """Sum the `k` rows of each token; in `x` they are in the order that `_rows` gives."""
+    """Sum the `k` rows that belong to each token; `x` has the rows in the order of `_rows`."""
     return _sum_of_copies(x[inverse_m], k)
 
 

@@ -72,7 +72,10 @@ def num_token_parts() -> int:
 
 
 def split_over_tokens(x: Any, dim: int | None) -> Any:
-    """Constrain `x` to be split on `dim` over the axis `tokens`, or whole; unchanged without it."""
+    """Constrain `x` to be split on `dim` over the mesh axis `tokens`; if `dim` is None, whole.
+
+    On a mesh without that axis, return `x`.
+    """
     if num_token_parts() == 1:
         return x
     entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim if dim is not None else []
@@ -93,7 +96,7 @@ def exchange_over_tokens(x: Any, dim: int | None, collective: str) -> Any:
 
 
 def exchange_of(equation: Any) -> str | None:
-    """Return the collective that `exchange_over_tokens` named in an equation; None for others."""
+    """Return the name that `exchange_over_tokens` gave to an equation's collective; else None."""
     if equation.primitive.name != "sharding_constraint":
         return None
     found = re.search(f"{_EXCHANGE}([a-z-]+)", str(equation.source_info.name_stack))
@@ -112,7 +115,7 @@ def weight_dim_of_tokens(shape: tuple[int, ...], other: int, num: int) -> int | 
 
 
 def on_token_parts(function: Callable, in_dims: Any, out_dims: Any) -> Callable:
-    """Run a function of trees of arrays on each device's part along the axis `tokens`.
+    """Wrap a function of trees of arrays to run on each device's part along the axis `tokens`.
 
     Collectives over `node` and `local` inside `function` then send these parts. Outside of this
     wrapper GSPMD would gather the parts along `tokens` before each collective.
@@ -156,9 +159,9 @@ def split_weight(x: Any, other: int) -> Any:
 def split_weight_gradient(x: Any, other: int) -> Any:
     """Sum the gradient of a full weight over `tokens`, into the parts of `split_weight`.
 
-    The first constraint is on the whole gradient, the second on its parts. With the second alone,
-    the compiler gathers the activations of all tokens, and each device computes its part of the
-    gradient from these.
+    The gradient is first constrained to be whole, then to be split. With the second constraint
+    alone, the compiler gathers the activations of all tokens, and each device computes its part of
+    the gradient from these.
     """
     parts = split_weight(x, other)
     return x if parts is x else split_weight(whole_weight(x), other)

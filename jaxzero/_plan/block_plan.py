@@ -55,7 +55,10 @@ class ReduceGroup:
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """The plan of a loop: that of its body, and where the gathers of its first layers are sent."""
+    """The plan of a loop: the plan of its body, and where its prologue is sent.
+
+    The prologue is the gathers of the loop's first layers, which are sent before the loop.
+    """
 
     body: BlockPlan
     issue: int  # the operation before which the prologue is sent
@@ -85,18 +88,18 @@ class LoopPlan:
 
     @property
     def updates_last_apart(self) -> bool:
-        """Whether the last optimizer updates of a loop are done after it, in ticks of their own.
+        """Whether a loop's last optimizer updates are done after the loop, in separate ticks.
 
         See [Note: the last updates] in `emit_loop`.
         """
         return bool(self.updates and self.num_last)
 
     def leads(self, layer: ShardedParam) -> range:
-        """Return how many iterations before its use a layer may be gathered, as a range.
+        """Return how many iterations before its use a layer is encoded for its gathers.
 
-        The range runs from the smallest to the largest number among the groups that gather the
-        layer. A prefetched group is encoded `num_hops` iterations ahead, any other group in the
-        iteration itself.
+        A prefetched group is encoded `num_hops` iterations ahead, any other group in the
+        iteration that uses it. Several groups may gather the layer, so the result is a range
+        from the smallest to the largest number.
         """
         distances = {
             self.body.num_hops if group.prefetched else 0
@@ -109,7 +112,7 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity
 class BlockPlan:
-    """Which weights of a block are gathered together, which gradients reduced together, and when.
+    """The groups of weights that a block gathers and of gradients that it reduces, and when.
 
     A block is a program or the body of a loop. `loops` has the plan of each loop in the block, by
     the index of the loop among the block's operations.
@@ -146,15 +149,18 @@ class BlockPlan:
         return len(self.gather_axes)
 
     def hops(self, group: GatherGroup) -> list[int]:
-        """Return the indices of the axes that a group is sent over; from slices, without `node`."""
+        """Return the indices of the axes that a group is sent over.
+
+        A group that is gathered from node slices (hpZ) is not sent over `node`.
+        """
         axes = enumerate(self.gather_axes)
         return [i for i, axis in axes if not (group.from_slices and axis == NODE)]
 
     def fetched(self, number: int) -> list[ShardedParam]:
-        """Return the weights of group `number` that it copies from host memory, outside of loops.
+        """Return the weights of group `number` whose shards are copied from host memory.
 
-        Left out are weights whose node slice an earlier group keeps on the device (hpZ): they are
-        gathered from that slice.
+        The list is empty in a loop's body. It leaves out weights whose node slice an earlier
+        group keeps on the device (hpZ): such a weight is gathered from that slice.
         """
         group = self.gather_groups[number]
         if group.fetch is None:
@@ -166,11 +172,14 @@ class BlockPlan:
 
     @property
     def deferred_groups(self) -> list[int]:
-        """In a loop's body, the groups of gradients that a later iteration reduces."""
+        """In a loop's body, the indices of the reduce groups that a later iteration reduces."""
         return [i for i, group in enumerate(self.reduce_groups) if group.deferred]
 
     def deferred_values(self) -> frozenset[Value]:
-        """Return the values that a later iteration makes: deferred gradients and their results."""
+        """Return the values that exist only in a later iteration.
+
+        These are the reduced deferred gradients, and results computed from them on shards.
+        """
         deferred = {
             value for group in self.reduce_groups if group.deferred for value in group.values
         }

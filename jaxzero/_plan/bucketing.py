@@ -64,7 +64,7 @@ def split_into_groups(
             regions are not joined, since the values of one would wait for those of the other.
         waits: whether a group is sent once its last value is made (gradients), rather than before
             its first value is needed (weights). Then a small group is not joined with a large one
-            before it, which would have to wait for it.
+            before it: the large one would have to wait for the values of the small one.
     """
     if not bucket_bytes:
         return [[value] for value in values]
@@ -137,7 +137,10 @@ def _split_at_repetitions(
     num_bytes: Callable[[T], int],
     least: int,
 ) -> list[tuple[list[T], bool]]:
-    """Cut a sequence into its repetitions, marked True, and the runs between them, marked False."""
+    """Cut a sequence into its repetitions, marked True, and the runs between them, marked False.
+
+    A repetition has at least `least` bytes.
+    """
     if not values:
         return []
     found = find_repetition([*map(signature, values)], [*map(num_bytes, values)], least)
@@ -158,7 +161,8 @@ def _fill(
 ) -> list[list[T]]:
     """Join neighbouring values into groups of at most `limit` bytes; a larger one stays by itself.
 
-    With `worth`, a group that has reached `worth` bytes is filled up to `_FULL` bytes only.
+    If `worth` is not 0, a group that has reached `worth` bytes takes further values only up to
+    `_FULL` bytes.
     """
     groups: list[list[T]] = []
     filled = 0
@@ -182,7 +186,10 @@ def _without_small(
     region: Callable[[T], Hashable],
     waits: bool,
 ) -> list[list[T]]:
-    """Join each group of fewer than `worth` bytes with a neighbour, up to `limit` bytes."""
+    """Join each group of fewer than `worth` bytes with a neighbour, up to `limit` bytes.
+
+    `region` and `waits` forbid some joins, as in `split_into_groups`.
+    """
     joined: list[list[T]] = []
     for group in groups:
         last = joined[-1] if joined else []
@@ -208,15 +215,24 @@ def find_reduce_groups(
     in_loop: bool,
     num_layers: int,
 ) -> list[ReduceGroup]:
-    """Cut the reduced gradients of a block into groups, in the order in which they are made.
+    """Cut the gradients that a block reduces into groups, in the order in which they are made.
 
-    In a loop's body of `num_layers` layers, each group gets an equal share of the bytes, since the
+    In a loop's body of several layers, each group gets an equal share of the bytes, since the
     program makes the gradients of a layer in no fixed order.
+
+    Args:
+        block: the program, or a loop's body.
+        gradients: the gradients that the block reduces.
+        zeros: gradients that are known to be zero, which get no group.
+        schedule: the bucket size; without prefetch, no group is deferred.
+        axes: returns the mesh axes of a group, in order, given how its gradients are reduced.
+        in_loop: whether the block is a body that may reduce a group in a later iteration.
+        num_layers: the number of layers in the body; 0 if the block is no such body.
     """
     makers = {value: i for i, op in enumerate(block.operations) for value in op.outputs}
 
     def made(value: Value) -> int:
-        """Return the index of the operation that computes a value, or the source of a view."""
+        """Return the index of the operation that makes `value` or what `value` is a view of."""
         at = makers.get(value, -1)
         operation = block.operations[at] if at >= 0 else None
         is_view = operation and operation.view() is not None and operation.source in makers
@@ -266,7 +282,7 @@ def find_reduce_groups(
 def _last_deferred(
     block: Block, gradients: BlockGradients, reduces: list[ReduceGroup]
 ) -> list[ReduceGroup]:
-    """Mark the last group of gradients in a loop's body as reduced in the next iteration.
+    """Return the groups of a loop's body, the last marked as reduced in the next iteration.
 
     No group is marked if an operation combines gradients of that group with values outside of it:
     the two would be reduced in different iterations.

@@ -3,12 +3,12 @@
 The operations run in the order of the program. A gather is sent before the operation that its
 group's `issues` name.
 
-A bucket of gradients is encoded once its last gradient is made. It is reduced over its first axis
-at the next tie to another value, and over its second axis one tie later; its gradients pass through
-the tie after that (see [Note: ties]). Several buckets may be completed between two ties, because
-weights were sent early; then the completion of each bucket sends the earlier buckets over their
-next axis. A deferred group of a loop's body is encoded, and reduced in later ticks
-(`_reduce_early`, `emit_loop`).
+A tie is a barrier that makes a gather wait for a value (see [Note: ties] in `ties`). A bucket of
+gradients is encoded once its last gradient is made. It is reduced over its first axis at the next
+tie to another value, and over its second axis one tie later; its gradients pass through the tie
+after that. Several buckets may be completed between two ties, because weights were sent early; then
+the completion of each bucket sends the earlier buckets over their next axis. A deferred group of a
+loop's body is encoded, and reduced in later ticks (`_reduce_early`, `emit_loop`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def instructions_of(plan: BlockPlan, *, in_pipeline: bool = False) -> tuple[Inst
 
 
 def deferred_instructions(plan: BlockPlan, lag: int) -> tuple[Instruction, ...]:
-    """Return the instructions, of lag `lag`, that take the gradients out of deferred groups."""
+    """Return instructions that take the gradients out of a body's deferred, reduced groups.
+
+    Each instruction has the lag `lag`.
+    """
     emitter = _Emitter(plan, True)
     emitter.at = len(plan.block.operations)
     for group in plan.deferred_groups:
@@ -134,7 +137,7 @@ class _Emitter:
         return tuple(self.done)
 
     def _finish_loss(self) -> None:
-        """Emit the barrier that makes backward wait for the loss, if its place is here."""
+        """Emit the barrier that makes backward wait for the loss, if this operation reads it."""
         loss, before = self.plan.block.outputs[0], self.plan.loss_before
         if before is None or self.at != before[0]:
             return
@@ -269,7 +272,7 @@ class _Emitter:
             self.finish(group)
 
     def _store(self, value: Value) -> None:
-        """Record that a value is available, and run operations on shards that waited for it."""
+        """Record that a value exists, and emit the operations on shards that waited for it."""
         waiting = [value]
         while waiting:
             value = waiting.pop()
@@ -286,7 +289,10 @@ class _Emitter:
     # Gradients.
 
     def _is_reduced(self, group: int) -> bool:
-        """Return whether a group's `Reduce` is listed; in a pipeline, the previous iteration's."""
+        """Return whether a `Reduce` of a group is emitted already.
+
+        In a pipelined loop such a `Reduce` works on the gradients of the previous iteration.
+        """
         return any(isinstance(x, Reduce) and x.group == group for x in self.done)
 
     def _num_axes(self, group: int) -> int:
@@ -354,7 +360,7 @@ class _Emitter:
         """Return a tie to `value`; None if the value does not exist yet.
 
         If this is the first tie to `value`, the groups in flight are sent over their next axis
-        before it.
+        before the tie.
         """
         if value is None or value not in self._known:
             return None
@@ -366,9 +372,9 @@ class _Emitter:
         return self._tied(value, start, reduced)
 
     def _tie_loop(self) -> Tie:
-        """Return the tie before a loop; groups in flight go over their next axis before it.
+        """Return the tie before a loop, and first reduce groups in flight over their next axis.
 
-        They are reduced over their last axis after the loop. A group is much smaller after its
+        Groups are reduced over their last axis after the loop. A group is much smaller after its
         first axis, and without the barrier XLA may hold the groups at their larger size until the
         loop, which may take long, has ended.
         """

@@ -155,7 +155,10 @@ class _LoopEmitter:
             yield FetchShards(at=at, lag=lag, weight=weight, when=when)
 
     def _reduce_deferred(self, done: set[tuple[int, int]]) -> Iterator[Instruction]:
-        """Yield the reductions of deferred groups, one axis in each tick, without those `done`."""
+        """Yield the reductions of deferred groups, over one axis in each tick.
+
+        `done` has pairs of a group and an axis that are left out, since the body reduces them.
+        """
         body = self.plan.body
         for group in body.deferred_groups:
             for axis in range(len(body.reduce_groups[group].axes)):
@@ -163,11 +166,13 @@ class _LoopEmitter:
                     yield Reduce(at=self._end, lag=axis + 1, group=group, axis=axis)
 
     def _use_deferred(self, outputs: list[int]) -> Iterator[Instruction]:
-        """Yield the instructions that stack deferred outputs, or update leaves with them.
+        """Yield the instructions that put deferred gradients into stacks, or update leaves.
+
+        `outputs` are the indices of the body's outputs that are such gradients.
 
         [Note: the last updates] If the last tick of a loop runs outside of it, that tick copies
-        from host memory the layers of all updates that are still to be done. Near its end it also
-        does the update whose gradient is reduced by then. The ticks after it compute nothing that
+        from host memory the layers of all updates that are still to be done. Near its end that tick
+        also does the update whose gradient is reduced by then. Later ticks compute nothing that
         could hide these copies.
         """
         age, length, end = self._age, self.loop.length, self._end
@@ -193,7 +198,13 @@ class _LoopEmitter:
         yield from self._used(outputs, age, range(early, length))
 
     def _used(self, outputs: list[int], lag: int, iterations: range | None) -> list[Instruction]:
-        """Return instructions that stack the outputs of some iterations, or update with them."""
+        """Return instructions that put some iterations' gradients into stacks or update leaves.
+
+        Args:
+            outputs: the indices of the body's outputs that are these gradients.
+            lag: the lag of the instructions.
+            iterations: the iterations that the instructions are done for; None: all.
+        """
         when = self._writes_after if lag < self._age else None
         uses: list[Instruction] = [*deferred_instructions(self.plan.body, lag)]
         uses += [Output(at=self._end, lag=lag, output=i) for i in outputs]
@@ -207,14 +218,15 @@ class _LoopEmitter:
 
     @functools.cached_property
     def _fetches_after(self) -> Value | None:
-        """The value after which layers are copied from stacks that the loop updates, or None."""
+        """The value that an iteration's copies from host memory wait for; None: for nothing."""
         return known_after(self.plan.body, 1 / 4, in_any_order=True) if self.copies_wait else None
 
     @functools.cached_property
     def _writes_after(self) -> Value | None:
-        """The value after which the last tick copies layers to stacks that the loop updates.
+        """The value that the last tick's copies to host memory wait for; None: for nothing.
 
-        It exists after 5/6 of the body's work: with 3/4, earlier copies would have to end sooner,
-        and the step would wait for them 1.1 ms longer (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
+        The value exists after 5/6 of the body's work. If these copies began after 3/4 of it, the
+        copies before them would have to end sooner, and the step would wait 1.1 ms longer
+        (Llama-7B, ZeRO-3, 2 x 8 H200, predicted).
         """
         return known_after(self.plan.body, 5 / 6) if self.copies_wait else None

@@ -1,11 +1,11 @@
-"""Mark the gradients that need no arithmetic after their reduction, and those that loops sum up.
+"""Mark final gradients, which are divided where they are reduced, and sums that loops add to.
 
 A gradient is final if the program only casts it after its reduction; the casts are delayed until
-its mean is taken. A final gradient is divided (sum to mean) where it is reduced. In a loop that is
-one layer in each iteration: the loop's stack is then the gradient that the step returns, in the
-dtype of the leaf, and no stack of sums exists beside it. A gradient in host memory must be divided
-before it is copied there, since host arrays cannot be computed with. A loop copies such a gradient
-one layer in each iteration, or updates one layer of the leaf with it. Outside of loops a bucket is
+its mean is taken. A final gradient is divided (sum to mean) where it is reduced. A loop divides one
+layer in each iteration: the loop's stack is then the gradient that the step returns, in the dtype
+of the leaf, and no stack of sums exists beside it. A gradient in host memory must be divided before
+it is copied there, since host arrays cannot be computed with. In each iteration, a loop copies one
+layer of such a gradient, or updates one layer of the leaf with it. Outside of loops a bucket is
 divided as a whole, if all of its gradients are final.
 
 Any other gradient is divided, or copied, at the end of the step. That is one more pass over memory,
@@ -33,7 +33,7 @@ def mark_final_gradients(
     in_host: Collection[int],
     updates: Mapping[int, int],
 ) -> BlockPlan:
-    """Mark the final gradients of a program: stacks that its loops make, and other final ones.
+    """Return a program's plan in which the final gradients are marked, in loops and outside.
 
     A reduced gradient, and each cast between it and the output, is read only once (`find_reduces`),
     so dividing it or moving it to host memory changes no other result.
@@ -88,7 +88,7 @@ def mark_final_gradients(
 
 
 def mark_sums(plan: BlockPlan) -> BlockPlan:
-    """Let inner loops add their stacks of gradients to the sums that the loops around them carry.
+    """Return a plan in which inner loops add gradients to the sums that outer loops carry.
 
     See [Note: sums in place].
     """
@@ -134,7 +134,7 @@ def _marked(
 
 
 def _before_casts(plan: BlockPlan, makers: Mapping[Value, int], atom: Atom) -> Atom:
-    """Return the value that `atom` is a cast of, or `atom`; those casts run on reduced shards."""
+    """Return the value before the casts on reduced shards that made `atom`; `atom` if none did."""
     while isinstance(atom, Value) and makers.get(atom) in plan.gradients.on_shards:
         operation = plan.block.operations[makers[atom]]
         source = operation.source

@@ -84,8 +84,8 @@ def _bytes_of_tokens(plan: BlockPlan, is_trained: bool) -> int:
     """Return the bytes that would enter a device if a block sent tokens to the experts instead.
 
     Exchanges are counted by the one sort that each contains. Forward sends tokens and results, and
-    backward sends the cotangents of both. A forward pass that `jax.checkpoint` repeats sends tokens
-    only.
+    backward, if the experts are trained (`is_trained`), sends the cotangents of both. A forward
+    pass that `jax.checkpoint` repeats sends tokens only.
     """
     total = 0
     for operation in plan.block.operations:

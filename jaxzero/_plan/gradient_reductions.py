@@ -47,7 +47,10 @@ from .param_uses import BlockUses
 
 @dataclasses.dataclass(frozen=True)
 class BlockGradients:
-    """The places where a block reduces gradients; integers are indices of operations or outputs."""
+    """The places where a block reduces gradients.
+
+    The integers are indices: of outputs of the block in `at_end`, of its operations elsewhere.
+    """
 
     reduces: dict[Value, ReduceSpec]  # values reduced as soon as they are made
     on_shards: dict[int, DimSharding | None]  # operations that run on shards: their input's layout
@@ -159,7 +162,7 @@ class _Search:
         self.place(below[0], dataclasses.replace(reduce_spec, layout=below[1]))
 
     def place_sum(self, carried: CarriedSum, reduce_spec: ReduceSpec) -> None:
-        """Reduce the terms of a sum that a loop carries, so that it carries a sum of shards."""
+        """Reduce the terms of a loop's carried sum, so that the loop carries a sum of shards."""
         self.on_shards.update(dict.fromkeys(carried.additions))
         self.shard_sums[carried.before] = reduce_spec
         for term in carried.terms:
@@ -243,7 +246,10 @@ class _Search:
 
 
 def _most_at_once(body: Block, carried: CarriedSum) -> int:
-    """Return the bytes of a sum's largest term; of a stack from an inner loop, one layer counts."""
+    """Return the bytes of a carried sum's largest term.
+
+    A term that an inner loop makes as a stack counts with the bytes of one layer.
+    """
     layers: dict[Value, int] = {}
     for operation in body.operations:
         source = operation.source
@@ -255,7 +261,10 @@ def _most_at_once(body: Block, carried: CarriedSum) -> int:
 
 
 def _own_gain(operation: Operation) -> _Gain:
-    """Return the gain of moving a reduction over this operation alone."""
+    """Return the gain of moving a reduction from an operation's output to its input, no further.
+
+    There is a gain if the operation pads the array, or casts it to a wider dtype.
+    """
     op = operation.view()
     if isinstance(op, movable_ops.Pad):
         return _Gain.SMALLER
@@ -272,7 +281,15 @@ def _narrows(operation: Operation) -> bool:
 
 
 def _below(operation: Operation, layout: DimSharding) -> tuple[Value, DimSharding] | None:
-    """Return the input that can be reduced in place of the output, and its layout; else None."""
+    """Find the input of an operation that can be reduced in place of its output.
+
+    Args:
+        operation: the operation.
+        layout: the split of the reduced output.
+
+    Returns:
+        The input and the split of the reduced input; None if there is no such input.
+    """
     op, source = operation.view(), operation.source
     if op is None or source is None or isinstance(op, movable_ops.Slice):
         return None

@@ -58,14 +58,14 @@ def unchanged_inputs(loop: Loop) -> frozenset[Value]:
 def most_held(schedule: CommSchedule) -> int:
     """Return the most bytes of weights that a loop or a branch holds from its start to its end.
 
-    Without a limit in the schedule it may hold more than this: see `is_better_inside`.
+    Without a limit in the schedule, a loop may hold more than this: see `is_better_inside`.
     """
     limit = schedule.loop_constant_bytes
     return HELD_BYTES if limit is None else limit
 
 
 def limit_held(schedule: CommSchedule) -> CommSchedule:
-    """Return the schedule with `live_bytes` of at most `most_held`, for a body that gathers."""
+    """Return the schedule for a body that gathers constants: `live_bytes` at most `most_held`."""
     limit = most_held(schedule)
     live_bytes = limit if schedule.live_bytes is None else min(limit, schedule.live_bytes)
     return dataclasses.replace(schedule, live_bytes=live_bytes)

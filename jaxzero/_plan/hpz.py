@@ -17,9 +17,10 @@ from .param_uses import BlockUses, LoopUses, ShardedParam
 
 
 def mark_kept_slices(plan: BlockPlan, weights: frozenset[ShardedParam]) -> BlockPlan:
-    """Mark the first gather of each weight, at the top level or in a loop there, to keep its slice.
+    """Return a plan in which the first gather of each weight keeps the weight's node slice.
 
-    All other gathers of the weight start from the slice, so they are sent after the first one.
+    That gather may be at the top level or in a loop there. All other gathers of the weight start
+    from the slice, so they are sent after the first one.
 
     Args:
         plan: the plan of the full program.
@@ -133,10 +134,11 @@ def _keeping(loop: LoopPlan, layer: ShardedParam) -> LoopPlan:
 def _marked(
     group: GatherGroup, weights: set[ShardedParam], first: Mapping[ShardedParam, int]
 ) -> GatherGroup:
-    """Mark those gathers of `weights` in a group that are at the weight's `first` operation.
+    """Return a group in which each weight's first gather is marked to keep the node slice.
 
-    That operation may need several slices of a weight. The first gather makes the node slice for
-    all of them, so a weight is taken out of the set `weights` once it is marked.
+    `first` is the operation that first needs each weight. That operation may need several slices of
+    the weight. Its first gather makes the node slice for all of them, so a weight is taken out of
+    the set `weights` once its gather is marked.
     """
     gathers = []
     for x in group.gathers:

@@ -43,7 +43,7 @@ class Instruction:
 
     @property
     def parts(self) -> Iterator[Instruction]:
-        """Yield the instructions of its tie before it, itself, and those of its tie after it."""
+        """Yield the instructions that are done, in order: `tie.before`, this one, `tie.after`."""
         tie: Tie | None = getattr(self, "tie", None)
         if not isinstance(tie, Tie):
             yield self
@@ -55,10 +55,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """A barrier before an instruction, which makes its operands wait until other arrays exist.
+    """A barrier that makes the operands of an instruction wait until other arrays exist.
 
     Attributes:
-        value: an array of the program that the operands wait for; None at a loop.
+        value: an array of the program that the operands wait for; None before a loop.
         before: instructions done before the barrier.
         reduced: gradients, after their last reduction, that also pass through the barrier.
         copied: gradients whose copies to host memory the barrier waits for.
@@ -87,7 +87,7 @@ class Fetch(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encode(Instruction):
-    """Encode the shards of a group as messages, which are ready before a reader of `pin` runs."""
+    """Encode the shards of a group as messages, before any operation that reads `pin` runs."""
 
     group: int
     tie: Tie | None
@@ -96,10 +96,11 @@ class Encode(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Send(Instruction):
-    """All-gather the messages of a group over one axis, after a barrier that they pass with `pin`.
+    """All-gather the messages of a group over one axis.
 
-    With `after_decode`, a message for a later iteration waits until this iteration's message is
-    decoded.
+    A barrier comes first: the gather waits for `pin`, and readers of `pin` wait for the encoded
+    messages. With `after_decode`, a message for a later iteration waits until this iteration's
+    message is decoded.
     """
 
     group: int
@@ -117,7 +118,7 @@ class Decode(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drop(Instruction):
-    """Drop full weights, each named by its weight and the operations that its gather applied."""
+    """Drop full weights. Each is named by a weight and the operations that its gather applied."""
 
     weights: tuple[tuple[ShardedParam, tuple[movable_ops.Op, ...]], ...]
 
@@ -146,7 +147,7 @@ class Zeros(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delay(Instruction):
-    """Make the constant that a scatter, operation `at`, adds to; not before `value` exists."""
+    """Make the constant that a scatter (operation `at`) adds to, but only once `value` exists."""
 
     constant: int  # the operation that makes it
     value: Value
@@ -170,7 +171,7 @@ class StartLoop(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunLoop(Instruction):
-    """Run the loop at operation `at`, after a barrier for its carry and the buckets of `tie`."""
+    """Run a loop, operation `at`, once its carry and the buckets of `tie` passed a barrier."""
 
     tie: Tie
 
@@ -182,8 +183,8 @@ class RunLoop(Instruction):
 class EncodeGradients(Instruction):
     """Encode the gradients of a group for its first axis, once the last of them is made.
 
-    With `after_sent`, they wait until the message of the previous iteration has been sent:
-    otherwise XLA may hold both.
+    With `after_sent`, the gradients wait until the message of the previous iteration has been sent:
+    otherwise XLA may hold both messages.
     """
 
     group: int
@@ -192,7 +193,7 @@ class EncodeGradients(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduce(Instruction):
-    """Reduce a group over one axis, not before `after` exists; encode the result for the next."""
+    """Reduce a group over one axis once `after` exists; encode the result for the next axis."""
 
     group: int
     axis: int
@@ -201,7 +202,7 @@ class Reduce(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PinGradients(Instruction):
-    """Let groups in flight pass a barrier, before any operation that reads `pin` runs."""
+    """Make operations that read `pin` wait for the latest reductions of groups in flight."""
 
     groups: tuple[int, ...]
     pin: Value
@@ -255,7 +256,7 @@ class KeepSlices(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchRow(Instruction):
-    """Copy an iteration's row of a stack in host memory, which the program scans, to the device."""
+    """Copy an iteration's row of a scanned stack from host memory to the device."""
 
     stack: int
 
@@ -283,7 +284,10 @@ class Collect(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchState(Instruction):
-    """Copy an iteration's layer of a leaf, and of its optimizer state, once `when` exists."""
+    """Copy an iteration's layer of a leaf and its optimizer state from host memory.
+
+    The copy waits until `when` exists.
+    """
 
     output: int  # the gradient of the leaf
     when: Value | None
@@ -291,7 +295,7 @@ class FetchState(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update(Instruction):
-    """Update an iteration's layer of a leaf, and copy the layer back; not before `when` exists."""
+    """Update an iteration's layer of a leaf, and copy it to host memory once `when` exists."""
 
     output: int
     when: Value | None
@@ -299,7 +303,7 @@ class Update(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HoldStates(Instruction):
-    """Let the stacks of the updated leaves wait until the layers copied from them have arrived.
+    """Make writes to the stacks of updated leaves wait for copies of layers from these stacks.
 
     XLA writes a stack in place only if nothing reads the old stack later.
     """
@@ -307,7 +311,7 @@ class HoldStates(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hold(Instruction):
-    """Emit only the barriers of an instruction that has no iteration in these ticks."""
+    """Emit the barriers of an instruction that works on no iteration in these ticks."""
 
     tie: Tie | None
     pin: Value | None
@@ -315,7 +319,7 @@ class Hold(Instruction):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinCopies(Instruction):
-    """Let the next tick wait for the copies of this tick, so that they overlap with its operations.
+    """Make the next tick wait for this tick's copies, which overlap with this tick's operations.
 
     Otherwise XLA waits for some of the copies before the operations begin.
     """

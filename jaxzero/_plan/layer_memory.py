@@ -146,7 +146,10 @@ class LayerMemory:
         return Peak(None if after is None else after + 1, before)
 
     def _costly_after(self, layer: range, last: int) -> int | None:
-        """Return the first costly operation of a layer after its operation `last`; None if none."""
+        """Return the index of the first costly operation of a layer after a given one; else None.
+
+        The given operation is number `last` of the layer, counted from 0.
+        """
         operations = self._block.operations
         after = range(layer.start + last + 1, layer.stop)
         return next((i for i in after if is_costly(operations[i])), None)
@@ -155,7 +158,7 @@ class LayerMemory:
         """Find the costly operations of a layer that operation `at` depends on, the last one first.
 
         Returns:
-            For each of them, the index of the next operation of the layer, and its own output.
+            For each costly operation, the index of the operation after it, and one of its outputs.
         """
         candidates = []
         operations = self._block.operations
@@ -198,16 +201,16 @@ def work_done(block: Block) -> np.ndarray:
 def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) -> Value | None:
     """Return the first matrix product's output that exists once `share` of a body's work is done.
 
-    None if there is none. The output must hold floats. Values that are no arrays of the running
-    program are skipped: gradients that are reduced, results computed on shards, and views of
-    weights.
+    Return None if there is no such output. The output must hold floats. Values that are no arrays
+    of the running program are skipped: gradients that are reduced, results computed on shards, and
+    views of weights.
 
     Args:
         plan: the plan of the body.
         share: the share of its work.
-        in_any_order: whether the share must be done in whatever order XLA schedules the body. Then
-            only the work of the product and of the operations that it depends on counts; otherwise
-            all work up to it in the program's order.
+        in_any_order: whether the share must be done for certain, in any order in which XLA may run
+            the body. Then only the work of the product and of operations that it depends on
+            counts. Otherwise all work up to the product counts, in the program's order.
     """
     operations = plan.block.operations
     order = work_done(plan.block)
@@ -225,7 +228,7 @@ def known_after(plan: BlockPlan, share: float, *, in_any_order: bool = False) ->
 
 
 def work_needed(operations: Sequence[Operation]) -> list[int]:
-    """Return, for each operation, its multiplications and those of all it depends on."""
+    """Return, for each operation, the multiplications of it and of all operations it depends on."""
     needed: dict[Value, int] = {}  # bit i: the value depends on the i-th operation with products
     products: list[int] = []
     work = []

@@ -70,7 +70,7 @@ class Live:
         self.num_bytes[start:stop] += gather.num_bytes
 
     def has_room(self, gathers: Sequence[Gather], start: int, stop: int) -> bool:
-        """Return whether the limits allow more weights at operations `start` to `stop - 1`."""
+        """Return whether the limits also allow `gathers` at operations `start` to `stop - 1`."""
         elements, num_bytes = sum(x.size for x in gathers), sum(x.num_bytes for x in gathers)
         most, budget = self.schedule.max_live_parameters, self.schedule.live_bytes
         if start >= stop:
@@ -153,6 +153,9 @@ def _held_within_limits(found: list[list[Gather]], live: Live) -> list[Gather]:
     Args:
         found: for each weight, a gather for each of its uses, in program order.
         live: counts the weights that are held; it is updated.
+
+    Returns:
+        The gathers that are left: one for each interval during which a weight is held.
     """
     # The reuse distance of DeepSpeed: how many elements of weights are used between two uses.
     used = np.zeros(len(live.elements) + 1, np.int64)  # elements used before each operation

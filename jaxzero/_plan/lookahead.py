@@ -54,7 +54,7 @@ def latest_issues(
     boundary: int,
     axes: Sequence[str],
 ) -> dict[int, tuple[int, ...]]:
-    """Find how late each group may be sent over each axis, so that no group is used any later.
+    """Find how late each group may be sent over each axis without a delay of any group's use.
 
     Args:
         groups: the groups of weights.
@@ -99,7 +99,16 @@ def latest_issues(
 def _times_of_use(
     needed: Sequence[int], costs: np.ndarray, others: np.ndarray, backward: int
 ) -> list[int]:
-    """Return when each group is used, in multiplications; the link idles only before backward."""
+    """Return when the group of each start is used, in multiplications.
+
+    Messages are sent one after the other. The link idles only before backward.
+
+    Args:
+        needed: the work that the device does before each start.
+        costs: the time that the link takes for the gathers that each start needs.
+        others: the time that the link takes for reductions that are sent before these gathers.
+        backward: the number of the first start in backward.
+    """
     used, link = [], 0
     for i, (done, more) in enumerate(itertools.pairwise((0, *needed))):
         if i == backward and used:
@@ -118,7 +127,9 @@ def issued_early(
     boundary: int,
     room: Room,
 ) -> list[tuple[int, ...]]:
-    """Send groups as early as `wanted` and `room` allow, but groups of backward only in backward.
+    """Choose where groups are sent: as early as `wanted` asks, if memory has room for them.
+
+    Groups of backward are sent only in backward.
 
     Args:
         groups: the groups of weights.
@@ -151,12 +162,12 @@ def issued_early(
 def hops_in_turn(
     issues: tuple[int, ...], at: int, ties: Sequence[Value | None], block: Block
 ) -> tuple[int, ...]:
-    """Move the send of a group over its last axis to where it has arrived over the axis before.
+    """Delay the send of a group over its last axis until it has arrived over the axis before.
 
     A group is sent over each axis one group earlier than over the next axis. In a loop's body there
     is no group before the first one, so the second group would be sent over both axes where the
-    body begins. Here it is sent over the last axis after about half of the work until its first
-    use.
+    body begins. With the delay, that group is sent over the last axis after about half of the work
+    that the body does before it uses the group.
 
     Args:
         issues: for each axis, the operation before which the group is sent.
@@ -175,7 +186,7 @@ def hops_in_turn(
     needed = work_needed(operations)  # and no more: XLA may do other operations later
 
     def least(place: int) -> int:
-        """Return how much work overlaps with the hop that has less, if the last is at `place`."""
+        """Return the least work that overlaps with a hop, if the last hop is sent at `place`."""
         return min(needed[place - 1] - before, until - needed[place - 1])
 
     places = (x for x in range(first + 1, at) if ties[x] is not ties[x - 1])
@@ -184,10 +195,10 @@ def hops_in_turn(
 
 
 def behind_exchanges(plan: BlockPlan) -> BlockPlan:
-    """Send the messages of a loop's body after exchanges of its own loss ([Note: exchanges]).
+    """Return the plan of a body that sends messages after exchanges of the loss.
 
-    The messages are weights that are gathered for later iterations, and gradients that are reduced
-    in the iteration that makes them.
+    See [Note: exchanges]. The messages are weights that are gathered for later iterations, and
+    gradients that are reduced in the iteration that makes them.
     """
     if not plan.overlaps or not any(map(_exchanges, plan.block.operations)):
         return plan
@@ -217,7 +228,7 @@ def _work_to_send(num_bytes: int, axes: Sequence[str]) -> int:
 
 
 class _Exchanged:
-    """The places in a body at which an exchange of its own has ended.
+    """The places in a loop's body at which an exchange of the loss has ended.
 
     Attributes:
         places: for each run of exchanges without matrix products between them, the range of its
@@ -253,8 +264,9 @@ class _Exchanged:
             needed: the multiplications that a device does while the messages are sent.
 
         Returns:
-            The operation before which to send them, and the value that they then wait for. It is
-            `start`, with None, if exchanges would wait no less for messages that are sent later.
+            The operation before which to send the messages, and the value that they then wait for.
+            These are `start` and None, unless the loss's exchanges wait less for the messages if
+            they are sent at a later place.
         """
         firsts = [x.start for x, _ in self.places] + [len(self._work) - 1]
 
@@ -292,10 +304,11 @@ class Room:
         self._left = held.max(initial=0) - held
 
     def take(self, group: Sequence[Gather], issue: int, stop: int) -> int:
-        """Take room for a group that waits until `stop`, from as early as there is enough.
+        """Reserve memory for a group of weights that waits on the device until operation `stop`.
 
         Returns:
-            The operation at which the wait begins, `issue` at the earliest.
+            The operation at which the wait begins: the earliest one, from `issue` on, after which
+            there is enough memory up to `stop`.
         """
         num_bytes = sum(gather.num_bytes for gather in group)
         full = np.flatnonzero(self._left[issue:stop] < num_bytes)

@@ -45,7 +45,7 @@ def separate_ends(plan: BlockPlan, comm: CommSpec) -> BlockPlan:
 
 
 def _separate_ends(plan: BlockPlan, comm: CommSpec, are_cut: bool) -> BlockPlan:
-    """Cut the ends off loops inside a block's loops and, if `are_cut`, off the block's own."""
+    """Cut the ends off loops inside a block's loops; if `are_cut`, off the block's loops too."""
     loops = {}
     for index, loop in plan.loops.items():
         operation = plan.block.operations[index]
@@ -97,7 +97,10 @@ def _may_run_apart(operation: Loop, loop: LoopPlan) -> bool:
 
 
 def _copies(operation: Loop, loop: LoopPlan) -> bool:
-    """Return whether a loop copies from or to host memory; cuts of such loops are not measured."""
+    """Return whether a loop copies from or to host memory.
+
+    If a loop does, its ends are not cut off, since the gain is not measured.
+    """
     in_host = operation.uses_host_memory or loop.window > 0
     return in_host or bool(loop.host_gradients or loop.updates)
 

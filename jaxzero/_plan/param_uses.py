@@ -39,7 +39,7 @@ class ShardedParam:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A weight, and cheap operations on it, which run on its shard or after its gather."""
+    """A value that cheap operations make of a weight, on its shard or after its gather."""
 
     weight: ShardedParam
     ops: tuple[movable_ops.Op, ...] = ()
@@ -58,7 +58,7 @@ class View:
 
     @property
     def gathered(self) -> View:
-        """The view that is gathered: without the operations that run after the gather."""
+        """This view without the operations that run after the gather: what is gathered."""
         before, _ = movable_ops.before_gather(self.ops, self.weight.layout, self.weight.shape)
         return View(self.weight, before)
 
@@ -240,6 +240,11 @@ class _UseFinder:
         """Find the stacked outputs of a loop whose rows are views of the layers that it scans.
 
         Each such output is registered as a view of the stack of weights, and so is not computed.
+
+        Args:
+            loop: the loop.
+            inside: the views of weights in the body.
+            stacks: the stacks that the loop scans.
 
         Returns:
             The indices of these outputs.

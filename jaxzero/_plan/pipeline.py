@@ -5,6 +5,8 @@ the loop carries follows from one rule:
 
     A value that is written at lag `a` and read at lag `b` is carried for `b - a` ticks.
 
+A `Key` names such a value, and an `Entry` is a key with the lag at which a tick finds the value.
+
 The operations of iteration `t` run in tick `t`, so ticks `0` to `length - 1` are the program's
 loop. Gathers for the first iterations come before it, reductions of the last ones after it. `cuts`
 divides the ticks of the loop into pieces, each of which is a loop of its own; ticks outside are
@@ -12,8 +14,8 @@ executed one by one.
 
 An instruction that has no iteration in any tick of a piece is left out of that piece. If it has an
 iteration in some of the ticks, it is done in all of them; in the other ticks it works on its first
-or last iteration. The result of such extra work is harmless: only instructions that have no
-iteration either read it, or it is overwritten (`Collect`) or masked (`Update`).
+or last iteration. Such extra work is harmless. Its result is read only by instructions that have no
+iteration either, or it is overwritten (`Collect`) or masked (`Update`).
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def output(number: int) -> Key:
 
 
 def state(number: int) -> Key:
-    """Return the key of what an update reads from host memory: a layer of leaf and state.
+    """Return the key of what an update reads: a layer of a leaf and of its optimizer state.
 
     `number` is the index of the output that is the leaf's gradient.
     """
@@ -158,9 +160,9 @@ class Pipeline:
         return max(ticks.start - each.lag, known.start) < min(ticks.stop - each.lag, known.stop)
 
     def in_ticks(self, ticks: range) -> Iterator[Instruction]:
-        """Yield the instructions that are done in each of `ticks`, and the barriers of others.
+        """Yield the instructions of a piece of the loop, the ticks `ticks`.
 
-        The barriers of an instruction that is left out stay: XLA then compiles each piece of the
+        An instruction that is left out leaves its barriers: XLA then compiles each piece of the
         loop alike, so that losses and gradients have the same bits as if the loop were one piece.
         Where a barrier reads a value, XLA does not replace the transpose of a product by a swap of
         its factors, which may sum in another order.
@@ -172,7 +174,7 @@ class Pipeline:
                 yield Hold(at=step.at, tie=getattr(step, "tie", None), pin=step.pin)
 
     def carried(self, ticks: range) -> list[Entry]:
-        """Return what a loop over `ticks` carries: values that one tick leaves for a later one."""
+        """Return the entries of the values that a loop over `ticks` carries from tick to tick."""
         span = 1 + self.last_tick - self.length - self.first_lag
         # Far from both ends all ticks find the same.
         near = {*ticks[: span + 1], *ticks[-span:], ticks.stop}
@@ -183,7 +185,7 @@ class Pipeline:
         return sorted(entries, key=lambda entry: (order[entry[0]], entry[1]))
 
     def found_by(self, tick: int) -> set[Entry]:
-        """Return the values made in earlier ticks that tick `tick`, or a later one, reads."""
+        """Return the entries of values made before tick `tick` that it or a later tick reads."""
         latest = self.length - 1 - (self.first_tick if self.goes_on else 0)
         entries = set()
         for lag in range(self.first_lag + 1, self.last_tick - self.length + 1):
@@ -194,7 +196,11 @@ class Pipeline:
         return entries
 
     def _outlives(self, key: Key, iteration: int, lag: int) -> bool:
-        """Return whether a value is made before lag `lag` and read after it, until made again."""
+        """Return whether a loop has to carry the value of `key` and `iteration` at lag `lag`.
+
+        It has to if the value is made at a smaller lag, and is read at `lag` or a larger lag before
+        it is made again.
+        """
         # Past the end it is an iteration of the loop that goes on, which does the same with it.
         known = min(iteration, self.length - 1)
         events = [x for x in self._events[key] if known in self.iterations(x[2])]
@@ -216,7 +222,7 @@ class Pipeline:
         return "\n".join(line.rstrip() for line in lines)
 
     def _carried_for(self, each: Instruction) -> str:
-        """Return the number of ticks from an instruction to the next reader of its result."""
+        """Return, as text, for how many ticks an instruction's result is carried; "" for none."""
         _, made = _touched(each, self.plan.body)
         later = [
             at - each.lag
@@ -232,7 +238,10 @@ class Pipeline:
 
     @functools.cached_property
     def _events(self) -> dict[Key, list[tuple[int, bool, Instruction]]]:
-        """For each value, by ascending lag: the lag, whether the value is read, the instruction."""
+        """For each value, the instructions that read or write it, by ascending lag.
+
+        The triples are an instruction's lag, whether it reads the value, and the instruction.
+        """
         events: dict[Key, list[tuple[int, bool, Instruction]]] = {}
         for each in sorted(self.instructions, key=lambda x: x.lag):
             reads, writes = _touched(each, self.plan.body)

@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def residuals(self) -> tuple[Residual, ...]:
-        """The values that backward reads of forward, kept or recomputed; empty without a choice."""
+        """The values of forward that backward reads, each kept or recomputed; may be empty."""
         return self.activations.residuals if self.activations else ()
 
     @property
@@ -136,10 +136,11 @@ class Plan:
 
     @property
     def loops(self) -> dict[str, Pipeline]:
-        """For each loop, by its name in `steps`, the list of instructions of one turn.
+        """For each loop, by its name in `steps`, its pipeline: the instructions of one turn.
 
-        Printed, each has its lag: in turn `t` it works on layer `t - lag`. If micro-batches after
-        the first have a program of their own (`later`), the loops of that program are listed too.
+        A pipeline is printed as one line for each instruction, with its lag: in turn `t` the
+        instruction works on layer `t - lag`. If micro-batches after the first have a program of
+        their own (`later`), the loops of that program are listed too.
         """
         later = _pipelines(self.later, ()) if self.later else ()
         named = {f"{name}, later micro-batches": pipeline for name, pipeline in later}
@@ -147,7 +148,7 @@ class Plan:
 
     @property
     def described_combined(self) -> tuple[str, ...]:
-        """The contents of `combined` in words, one line for each kind of reduction."""
+        """For gradients combined at the end of the step: a line for each reduction, with leaves."""
         leaves: dict[str, list[str]] = {}
         for path, how in self.combined:
             leaves.setdefault(how, []).append(path)
@@ -199,9 +200,9 @@ _MOST_ALIKE = 4  # buckets of a layer that repeat together, such as a gather and
 
 
 def _without_repeats(buckets: list[_Rows]) -> Iterator[_Rows]:
-    """Yield the lines of buckets, but a sequence that repeats three times or more only once.
+    """Yield the lines of buckets; show a sequence that repeats three times or more only once.
 
-    A line after the sequence says how many times more it occurs, and up to which bucket.
+    A line after the sequence says how many more times the sequence occurs, and up to which bucket.
     """
     kinds = [[_numbers_left_out(row) for row in rows] for rows in buckets]
     start = 0
@@ -315,7 +316,7 @@ def find_held_whole(plan: BlockPlan) -> Iterator[HeldWhole]:
 
 
 def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
-    """Yield the gradients of stacks named in `scanned` that are not reduced layer by layer."""
+    """Yield the full gradients of stacks in `scanned` that are reduced for all layers at once."""
     makers = {value: x for x in plan.block.operations for value in x.outputs}
     reduced = {**plan.gradients.reduces}
     reduced |= {plan.block.outputs[i]: spec for i, spec in plan.gradients.at_end.items()}
@@ -329,7 +330,10 @@ def _gradients(plan: BlockPlan, scanned: Set[str]) -> Iterator[HeldWhole]:
 
 
 def _why(operation: Operation, is_scanned: bool) -> str:
-    """Return why a weight that `operation` reads is held in full; "" if it is not held."""
+    """Return why a weight that `operation` reads is held in full; "" if it is not held.
+
+    `is_scanned`: whether the weight is a stack of layers that a loop scans.
+    """
     if isinstance(operation, Loop) or operation.name in _CALLS:
         differ = ", and devices may take different branches" if isinstance(operation, Fork) else ""
         return f"`{operation.name}` reads it from its start to its end{differ}, {operation.where}"

@@ -38,9 +38,9 @@ class Hop:
         axis: the mesh axis.
         at: the operation of the block, by index, before which the bucket is sent over it; the
             number of operations at the end.
-        before: its name; "" at the end.
-        lag: in a loop, the number of iterations between that of the bucket's layer and the one in
-            which the bucket is sent; negative if it is sent before.
+        before: the name of that operation; "" at the end.
+        lag: in a loop, how many iterations after the iteration of its layer the bucket is sent;
+            negative: before that iteration.
     """
 
     axis: str
@@ -77,7 +77,7 @@ class PlanStep:
             For a gradient, `start` and `needed` are that of `at`, and `stop` is that of the
             operation that completes its bucket.
         path: indices of the loops that this step is in, the outermost first.
-        ahead: for a fetch in a loop, how many layers before it is sent a layer is copied.
+        ahead: for a fetch in a loop, how many layers ahead of its send a layer is copied.
         held: for a fetch in a loop, how many layers of the leaf are on the device at once.
         windowed: whether a copy is of one layer; otherwise of the full leaf, all layers at once.
         hops: the hops of a gathered or reduced bucket, in the order in which it is sent.
@@ -148,7 +148,7 @@ def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[Pla
 def _copy(
     x: HostTransfer, region: str, path: tuple[int, ...], trips: int, *, group: int = 0, **when: Any
 ) -> PlanStep:
-    """Return the step of a copy; `when` are the fields of `PlanStep` for its begin and end."""
+    """Return the plan's step for a copy; `when` has the `PlanStep` fields of its begin and end."""
     action = "fetch" if x.to == "device" else "offload"
     array = x.name, x.shape, x.dtype, x.num_bytes
     return PlanStep(region, action, group, *array, trips, path, **when)
@@ -198,13 +198,16 @@ class _BlockSteps:
 
     @functools.cached_property
     def _reduces(self) -> list[ReduceGroup]:
-        """The groups of gradients, and after them a group for each output that is reduced last."""
+        """The groups of gradients, then a group for each output that is reduced at the end."""
         last = len(self.plan.block.operations)
         return [*self.plan.reduce_groups, *(ReduceGroup((x,), last) for x, _ in self._at_end)]
 
     @functools.cached_property
     def _at_end(self) -> list[tuple[Value, ReduceSpec]]:
-        """Pairs of an output that is reduced last and its reduction; two leaves may share one."""
+        """The outputs that are reduced at the block's end, each with its reduction.
+
+        A value that is the gradient of two leaves occurs twice.
+        """
         outputs, specs = self.plan.block.outputs, self.plan.gradients.at_end
         pairs = ((outputs[i], spec) for i, spec in specs.items())
         return [(x, spec) for x, spec in pairs if isinstance(x, Value)]

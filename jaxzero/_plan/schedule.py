@@ -68,8 +68,8 @@ def make_plan(
         reduce_specs: for each output its reduction; None if it is not reduced.
         loss: the value whose operation ends the forward region; None if there is no backward.
         schedule: prefetch distance, bucket size and limits on live weights.
-        axes: the mesh axes that a bucket of gradients is reduced over, in order.
-        gather_axes: those that a weight is gathered over.
+        axes: returns the mesh axes that some gradients are reduced over together, in order.
+        gather_axes: the mesh axes that a weight is gathered over, in order.
         window: how many layers, or groups outside of loops, shards in host memory are copied ahead.
     """
     boundary = len(block.operations)
@@ -94,8 +94,8 @@ def _plan_block(
 ) -> BlockPlan:
     """Plan a block and its loops; `boundary` is the last operation of forward, None in a body.
 
-    `unchanged` are the inputs that are the same in each iteration, for a body that gathers
-    constants of its loop. Only if the body `repeats` can a message move to another iteration.
+    For a body that gathers constants of its loop, `unchanged` are the inputs that are the same in
+    each iteration. `repeats`: whether a message may be sent in another iteration of the body.
     """
     in_loop = boundary is None
     loops = _plan_loops(block, uses, gradients, schedule, axes, gather_axes, window)
@@ -150,9 +150,10 @@ def _plan_block(
 def _with_ties(
     reduces: Sequence[ReduceGroup], ties: Sequence[Value | None]
 ) -> Iterator[ReduceGroup]:
-    """Yield the groups, each with the value after which earlier groups go over their next axis.
+    """Yield the groups of gradients, each with its tie.
 
-    A group of gradients that are inputs of the block has no such value.
+    Once the tie of a group exists, earlier groups are sent over their next axis. A group of
+    gradients that are inputs of the block has no tie.
     """
     return (dataclasses.replace(x, tie=ties[x.at]) if x.at >= 0 else x for x in reduces)
 
@@ -166,7 +167,7 @@ def _plan_loops(
     gather_axes: tuple[str, ...],
     window: int,
 ) -> dict[int, LoopPlan]:
-    """Plan the bodies of the loops of a block, by index of the loop."""
+    """Plan the loops of a block; return the plans by index of the loop."""
     loops = {}
     for index, operation in enumerate(block.operations):
         if isinstance(operation, Loop):
@@ -200,7 +201,7 @@ def _with_prologues(
     ties: list[Value | None],
     prefetch: int,
 ) -> dict[int, LoopPlan]:
-    """Return the plans of loops, with the places where gathers of their first layers are sent."""
+    """Return the plans of loops, which say where the gathers of their first layers are sent."""
     placed = {}
     for index, loop in loops.items():
         # A loop that gathers nothing itself, but holds loops that do, is not among `starts`.
@@ -249,7 +250,7 @@ def _grouped(
 
 
 class _Body(NamedTuple):
-    """The layers in the body of a loop, and whether slices tell their matrices apart."""
+    """The layers in the body of a loop, and how their matrices are told apart."""
 
     num_layers: int  # 0: the block is no such body
     by_row: bool  # whether equal matrices of a layer are distinguished by their slice of a leaf
@@ -282,7 +283,7 @@ def _signature_of(gathers: Sequence[Gather], by_row: bool) -> Callable[[Gather],
 
 
 def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> list[int]:
-    """Return the operations that first need a group or begin a loop with gathers, in order."""
+    """Return the *starts*, in order: operations that first need a group, and loops that gather."""
     gathering = (
         i for i, loop in loops.items() if any(x.prefetched for x in loop.body.gather_groups)
     )
@@ -290,7 +291,7 @@ def _starts(groups: Sequence[Sequence[Gather]], loops: dict[int, LoopPlan]) -> l
 
 
 def _start_before(start: int, starts: list[int], num: int) -> int:
-    """Return the entry of `starts` `num` places before `start`, or the first if there are fewer."""
+    """Return the start that is `num` places before `start`, or the first if there are fewer."""
     return starts[max(0, bisect.bisect_left(starts, start) - num)] if num and starts else start
 
 
@@ -300,8 +301,8 @@ def _issues(
     """Return, for each mesh axis, the operation before which a group is gathered over it.
 
     Over the last axis the group is gathered `prefetch` groups ahead of its use, or fewer if the
-    limits on live weights require it, and over each axis before one group earlier still. `live` is
-    updated.
+    limits on live weights require it. Over each other axis it is gathered one group earlier than
+    over the axis that follows. The group is added to `live`.
     """
     at = group[0].at
     for num in range(schedule.prefetch, 0, -1):
@@ -315,10 +316,11 @@ def _issues(
 
 
 def _around_peaks(issues: tuple[int, ...], at: int, peaks: Mapping[int, Peak]) -> tuple[int, ...]:
-    """Move the gathers that would be sent where a layer begins. See [Note: peaks].
+    """Move gathers of a group that would be sent where a layer begins. See [Note: peaks].
 
-    They are sent after the first reduction of the previous layer's gradients, which they would
-    delay; over the last axis after the layer's peak, if there is one.
+    At that place, gathers would delay the first reduction of the previous layer's gradients, so
+    they are sent after this reduction. The gather over the last axis is sent after the layer's
+    peak, if there is one.
 
     Args:
         issues: for each axis, the operation before which the group would be sent.
@@ -340,8 +342,8 @@ def _behind_loops(
 ) -> int:
     """Return the operation before which a body gathers a group for the next iteration.
 
-    That is `issue`, unless inner loops come after it. They would hold the group from their start to
-    their end; if it has more bytes than loops may hold of weights, it is gathered after the last.
+    That is `issue`, unless inner loops come after it and the group has more bytes than a loop may
+    hold from its start to its end. Then the group is gathered after the last of these loops.
     """
     if sum(gather.num_bytes for gather in group) <= most_held(schedule):
         return issue
@@ -365,10 +367,10 @@ def _continued(
     starts: list[int],
     num: int,
 ) -> int | None:
-    """Return the loop whose last messages in flight are the first that loop `index` needs, or None.
+    """Return the earlier loop that gathers the first weights of loop `index` at its end; or None.
 
-    It lies at most `num` groups before loop `index`, has as many iterations in the other direction,
-    and gathers the same views of the same stacks, as the forward loop of a backward loop does.
+    The earlier loop lies at most `num` groups before, has as many iterations in the other
+    direction, and gathers the same views of the same stacks. Forward and backward are such a pair.
     """
 
     def sent(i: int) -> list[tuple]:

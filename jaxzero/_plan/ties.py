@@ -42,13 +42,13 @@ def find_ties(
 ) -> list[Value | None]:
     """Return, for each operation, the value that a gather before it waits for. See [Note: ties].
 
-    Up to the first costly operation the value is `first` or, without one, the first array that the
-    operation reads. After `boundary`, where backward begins, it is again an array that the
-    operation reads, until the next costly operation.
+    The value is a result of the last costly operation before. Up to the first costly operation it
+    is `first` or, if that is None, the first array that the gather's operation reads. After
+    `boundary`, where backward begins, it is again such an array up to the next costly operation.
 
     The value is never a gradient that is about to be sent: nothing else reads such a gradient
-    afterwards, so XLA drops it from the barrier. Also, XLA replaces the transpose of a product by a
-    swap of its factors, unless something else reads the product, as a tie to a gradient would.
+    afterwards, so XLA drops it from the barrier. Also, such a tie would be a second reader of a
+    product, and XLA then no longer replaces the product's transpose by a swap of its factors.
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):

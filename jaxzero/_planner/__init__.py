@@ -1,7 +1,8 @@
 """Choose how to train a model on a cluster, without the cluster.
 
-In: a loss, shapes, and a `Cluster`. Out: `Plans`. Candidate plans are enumerated, bounded by
-arithmetic, compiled for the absent devices, and ranked. Nothing is run.
+In: a loss, shapes, and a `Cluster`. Out: `Plans`. Candidate plans are enumerated, and bounds of
+their memory and time are computed. Some are compiled for the absent devices, and all are ranked.
+Nothing is run.
 """
 
 from .bounder import Bounder as Bounder

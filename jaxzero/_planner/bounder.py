@@ -1,6 +1,7 @@
 """Trace candidate plans, and compute lower bounds of their memory and time.
 
-Candidates whose local steps differ only in how nodes exchange parameters share one trace.
+A form of the loss is one of the functions among which `tune` chooses (`Job.losses`). Candidates
+whose local steps differ only in how nodes exchange parameters share one trace.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .job import Job, Shapes, placed
 from .rounds import RoundBounds, RoundCost, check_rounds, round_cost
 from .target import absent_mesh
 
-FAILURES = (NotImplementedError, ValueError)  # of a candidate that cannot be traced
+FAILURES = (NotImplementedError, ValueError)  # raised if a candidate cannot be traced
 
 
 class UnsplitTokens(NotImplementedError):
-    """Raised for a form of the loss that splits no tokens, so that devices cannot share a row."""
+    """The error for a form of the loss that splits no tokens: devices cannot share its rows."""
 
 
 def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
@@ -49,7 +50,7 @@ def left_out(untraced: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _traced_alike(candidate: Candidate) -> Any:
-    """Return a key that is equal for candidates whose layers keep the same activations."""
+    """Return a key that is equal for candidates that have the same activations to keep or drop."""
     stage = candidate.config.stage
     is_of_node = candidate.local_steps is not None
     split = candidate.stages, candidate.tokens
@@ -59,14 +60,15 @@ def _traced_alike(candidate: Candidate) -> Any:
 def _runs(candidate: Candidate) -> float:
     """Return how many layers a device runs in a step, divided by the layers of the model.
 
-    With `S` stages it runs an `S`-th of the layers in each of `m + S - 1` ticks.
+    Without stages, it runs all layers for each of `m` micro-batches. With `S` stages, it runs an
+    `S`-th of the layers in each of `m + S - 1` ticks.
     """
     return (candidate.microbatches + candidate.stages - 1) / candidate.stages
 
 
 @dataclasses.dataclass
 class Bounder:
-    """Computes lower bounds of candidates, and keeps what candidates have in common.
+    """Computes lower bounds of candidates, and keeps traces that several candidates share.
 
     Attributes:
         job: what is trained.
@@ -82,12 +84,12 @@ class Bounder:
     # For each program of one node's step, its bounds and the bytes of its gradients.
     _nodes: dict[Candidate, tuple[Bounds, int]] = dataclasses.field(default_factory=dict)
     _costs: dict[Any, RoundCost] = dataclasses.field(default_factory=dict)
-    _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # of losses
+    _refused: dict[Any, Exception | None] = dataclasses.field(default_factory=dict)  # by loss
     _plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
     _frontiers: dict[Any, tuple[Point, ...]] = dataclasses.field(default_factory=dict)
 
     def bounds(self, candidate: Candidate) -> Bounds | RoundBounds:
-        """Return the bounds of a candidate; with local steps, those of a step in a round.
+        """Return lower bounds of a candidate's step; with local steps, of a step in a round.
 
         Raises:
             NotImplementedError, ValueError: the candidate cannot be traced.
@@ -109,7 +111,7 @@ class Bounder:
     def with_budgets(
         self, candidate: Candidate, bounds: Bounds | RoundBounds
     ) -> Iterator[tuple[Candidate, Bounds | RoundBounds]]:
-        """Yield copies of a candidate with one budget of activations each, and their bounds.
+        """Yield, for each budget of activations, a copy of a candidate with it, and its bounds.
 
         Args:
             candidate: the candidate, without a budget.
@@ -146,12 +148,12 @@ class Bounder:
             raise
 
     def _of_step(self, candidate: Candidate) -> tuple[Bounds, int]:
-        """Return the bounds of a candidate's program, and the bytes of a device's gradients."""
+        """Return lower bounds of a candidate's step, and the bytes of a device's gradients."""
         work, gradients = self.work(candidate)
         return work.bounds(placed(self.job, self.cluster, candidate)[1].rates), gradients
 
     def work(self, candidate: Candidate) -> tuple[Work, int]:
-        """Return the work of a candidate's program, and the bytes of a device's gradients."""
+        """Return the operations and bytes of a candidate's step, and the bytes of its gradients."""
         job, cluster = placed(self.job, self.cluster, candidate)
         shapes = Shapes.of(job, candidate, self._mesh(cluster, **candidate.axes))
         report, plan = shapes.report(job, candidate)

@@ -1,4 +1,4 @@
-"""Compute lower bounds of a candidate's memory and time by arithmetic; nothing is compiled."""
+"""Compute lower bounds of a plan's memory and step time by arithmetic, without compiling it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class Bounds:
         memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
         host_memory: bytes of parameters, gradients and optimizer state in host memory.
         compute: seconds of the matrix products.
-        node: seconds in which the step's bytes enter a node.
-        local: seconds in which the step's bytes enter the device.
+        node: seconds that the links into a node take for the step's bytes.
+        local: seconds that the links into a device take for the step's bytes.
         update: seconds of the optimizer's update. It reads gradients, and reads and writes
             parameters and optimizer state. In stages 1 and 2 it also gathers the parameters.
         node_bytes: bytes that enter a node, in gradients and update together.
         host_bytes: bytes between device and host, both ways.
         full_gradients: bytes of the gradients of all parameters, as if they were not split.
-        activations: under a budget of activations, the bytes that are kept, and the seconds in
-            which all micro-batches repeat the operations whose results are not; None: no budget.
+        activations: under a budget of activations, the bytes that are kept, the seconds in which
+            all micro-batches repeat the operations whose results are dropped, and the bytes that
+            backward of one layer reads; None: no budget.
     """
 
     memory: int
@@ -45,26 +46,29 @@ class Bounds:
 
     @property
     def gradients(self) -> float:
-        """Seconds of the gradients, if computing and both kinds of links overlapped in full."""
+        """Seconds of computing gradients, if computation and both kinds of links overlap fully."""
         return max(self.compute, self.node, self.local)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: of the gradients, with full overlap, and then of the update."""
+        """Seconds of a step: of `gradients`, and then of the update."""
         return self.gradients + self.update
 
     def predicted(self, gradients: Any, waited: float) -> tuple[Any, Any]:
-        """Predict a step from its gradients: return its seconds, and how many a device waits.
+        """Predict a step from the program of its gradients.
 
         Args:
-            gradients: seconds of the program of the gradients; a number, or an array of draws, as
-                then the result is.
-            waited: seconds of `gradients` in which a device waits for links.
+            gradients: seconds of that program: a number, or an array of draws.
+            waited: seconds of these in which a device waits for links.
+
+        Returns:
+            Seconds of the step, as a number or an array like `gradients`; and the seconds of the
+            step in which a device waits for links.
         """
         return gradients + self.update, waited
 
     def with_temporaries(self, num_bytes: Any) -> Any:
-        """Return the bytes that a device holds, with `num_bytes` of temporaries of the gradients.
+        """Return the bytes that a device holds, if computing gradients takes `num_bytes` more.
 
         `num_bytes` is an int or an array, and so is the result.
         """
@@ -73,14 +77,14 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Operations and bytes of a step on one device; `bounds` divides them by rates.
+    """The operations and bytes of a step on one device; `bounds` divides them by rates.
 
     Attributes:
         memory: bytes of parameters, gradients, optimizer state and wire state in device memory.
         host_memory: bytes of these arrays in host memory.
         flops: operations of the device's matrix products.
-        node_bytes: bytes that enter the device's node.
-        received: bytes that the device receives.
+        node_bytes: bytes that enter the device's node to compute gradients.
+        received: bytes that the device receives to compute gradients.
         updated: bytes of device memory that the optimizer's update reads and writes.
         host_read: bytes of host memory that the update reads.
         host_written: bytes of host memory that the update writes.
@@ -108,7 +112,7 @@ class Work:
     def of(
         cls, report: Report, wire_state: Any, flops: float, cluster: Cluster, stage: int
     ) -> Work:
-        """Return the work of a candidate.
+        """Return the work of a candidate plan, from the report of its arrays and messages.
 
         Args:
             report: the report of the candidate's arrays and of its plan.
@@ -120,7 +124,7 @@ class Work:
         traffic, host = report.traffic, report.host_traffic
         assert traffic is not None
         held = sum(report.device_bytes(kind) for kind in report.kinds)
-        if wire_state is not None:  # node slices are split inside a node, residuals over all
+        if wire_state is not None:  # node slices are split in a node, residuals over all devices
             held += _num_bytes(wire_state.slices) // cluster.local
             held += _num_bytes(wire_state.errors) // cluster.num_devices
         # Gradients are read; parameters and state are read and written.

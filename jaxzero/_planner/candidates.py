@@ -34,7 +34,7 @@ _PRESETS = {
     "zeropp": zeropp,
     "zeropp4": zeropp4,
 }
-_CODE = {"stage 2": "jz.ZeroConfig(stage=2)"}  # of a preset that is no function
+_CODE = {"stage 2": "jz.ZeroConfig(stage=2)"}  # code of the presets that are no functions
 _QUANTIZED = ("zeropp", "zeropp4")
 Layers = str | tuple[str, ...]  # the type of `Stages.layers`
 _OFFLOAD = {
@@ -46,17 +46,18 @@ _OFFLOAD = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to train a model on a cluster.
+    """A way to train a model on a cluster, also called a plan.
 
     Attributes:
         preset: the name of a preset, such as "zeropp"; with stages also their number, as in "zero3
             in 2 stages".
         config: the preset's config, with the candidate's schedule, offload and activations.
         microbatches: the number of micro-batches, for `zero.value_and_grad`.
-        loss: the name of the form of the loss; "" if there is only one.
+        loss: the name of the loss function that it trains with, which is one of several forms of
+            the loss; "" if there is only one.
         offload: "", "optimizer" or "all": what lies in host memory.
-        local_steps: how nodes that train by themselves exchange parameters; `config` is then that
-            of each node. None: all nodes take each step together.
+        local_steps: how nodes that train by themselves exchange parameters; `config` is then the
+            config of each node. None: all nodes take each step together.
         stages: pipeline stages, for `make_mesh`; 1: none.
         tokens: devices that share the tokens of each row, for `make_mesh`; 1: rows are not split.
     """
@@ -72,12 +73,12 @@ class Candidate:
 
     @property
     def family(self) -> tuple[str, str, LocalSteps | None, int | None, int]:
-        """A key, equal for plans that differ only in prefetch, offload or micro-batches."""
+        """A key that is equal for plans that differ only in prefetch, offload or micro-batches."""
         return self.preset, self.loss, self.local_steps, self.activation_budget, self.tokens
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh axes `stages` and `tokens`, as `make_mesh` takes them, if above 1."""
+        """The arguments `stages` and `tokens` of `make_mesh`; those that are 1 are left out."""
         sizes = {"stages": self.stages, "tokens": self.tokens}
         return {name: size for name, size in sizes.items() if size > 1}
 
@@ -88,11 +89,11 @@ class Candidate:
 
     @property
     def program(self) -> tuple[Candidate, bool]:
-        """A key of the program of gradients: candidates with equal keys have equal programs.
+        """A key of the program that computes gradients, equal for candidates with equal programs.
 
-        It is the candidate without the parts that do not change the program, and whether the
-        program is of one node (with local steps). Such parts are how nodes exchange parameters, and
-        where the optimizer state is, which the program does not read.
+        It has two parts: the candidate without the fields that do not change the program, and
+        whether the program is of one node (with local steps). These fields say how nodes exchange
+        parameters, and where the optimizer state lies, which the program does not read.
         """
         offload = self.offload if self.has_host_arrays else ""
         config = dataclasses.replace(self.config, offload=_OFFLOAD[offload])
@@ -106,7 +107,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """All choices of the candidate in a few words, for tables and messages."""
+        """The choices that the candidate makes, in a few words, for tables and messages."""
         words = [self.preset]
         if self.config.stage == 3:
             words.append(f"prefetch {self.config.schedule.prefetch}")
@@ -158,10 +159,11 @@ def enumerate_candidates(
         losses: names of the forms of the loss.
         microbatches: the numbers of micro-batches to try.
         quantized: whether weights and gradients may travel in 4 and 8 bits.
-        local_steps: ways of local steps to compare too, each with all plans for one node that have
+        local_steps: methods of local steps to try too, each with all plans for one node that have
             no offload.
         layers: the path of the stacks that pipeline stages may divide; None: no stages.
-        tokens: for each number of devices that may share a row, the numbers of micro-batches.
+        tokens: for each number of devices that may share a row, the numbers of micro-batches to
+            try; None: rows are not split.
     """
     presets = [name for name in _PRESETS if quantized or name not in _QUANTIZED]
     if cluster.nodes == 1:
@@ -191,10 +193,10 @@ def microbatches_by_tokens(
 ) -> dict[int, list[int]]:
     """Return the numbers of micro-batches to try, by number of devices that share a row.
 
-    If `t` devices share each row, a group of `t` devices has `t` times the rows of one device. So a
-    device holds as many activations as if it had whole rows, and it has to exchange keys and values
-    too. Therefore each number `k` of micro-batches is tried with one `t` only: the least for which
-    `k` divides the rows of a group.
+    If `t` devices share each row, a group of `t` devices has `t` times the rows of one device. With
+    a larger `t`, a device holds as many activations, and has to exchange more keys and values.
+    Therefore each number `k` of micro-batches is tried with one `t` only: the least for which `k`
+    divides the rows of a group.
 
     Args:
         num_rows: rows of the batch, over all devices.
@@ -221,10 +223,10 @@ def _with_stages(
     quantized: bool,
     layers: Layers,
 ) -> Iterator[Candidate]:
-    """Yield plans with pipeline stages; the nodes of one stage split its layers by ZeRO stage 3.
+    """Yield plans with pipeline stages; the devices of a stage split its layers by ZeRO stage 3.
 
-    With `S` stages, a device computes with `S` times as many rows. So with `S k` micro-batches, a
-    micro-batch has as many rows as one of `k` has without stages. If `microbatches` is `(1,)`, the
+    With `S` stages, a device computes with `S` times as many rows. So a plan with `k` micro-batches
+    gets `S k` of them, each of as many rows as without stages. If `microbatches` is `(1,)`, the
     loss may not be a mean over its rows, and no plan is yielded.
     """
     if max(microbatches, default=1) == 1:
@@ -252,15 +254,15 @@ def with_budgets(
 ) -> Iterator[tuple[Candidate, Point]]:
     """Yield a plan with each budget of activations in turn, and the point of that budget.
 
-    A plan without prefetch, which saves the memory of one layer's weights, gets the least budget
-    only.
+    A plan without prefetch is for saving memory, and gets the least budget only.
 
     Args:
         candidate: the plan, without a budget.
-        frontier: points of bytes that are kept and seconds to repeat the rest, least bytes first.
+        frontier: a point for each budget: the bytes that are kept, and the seconds in which dropped
+            activations are computed again. The point with the least bytes is first.
     """
     for i, point in enumerate(frontier if candidate.config.schedule.prefetch else frontier[:1]):
-        budget = Activations(budget_bytes=point.num_bytes if i else 0)  # 0: the least there is
+        budget = Activations(budget_bytes=point.num_bytes if i else 0)  # 0: as few as possible
         config = dataclasses.replace(candidate.config, activations=budget)
         yield dataclasses.replace(candidate, config=config), point
 
@@ -271,11 +273,11 @@ def tells_more(
     known: Collection[Candidate],
     losses: Set[str],
 ) -> bool:
-    """Return True if a plan is worth compiling at the same time as `chosen`.
+    """Return True if a plan is worth compiling at the same time as the plans `chosen`.
 
-    It is not if one of `chosen` has the same program. Beside other plans, it also is not while its
-    form of the loss is that of a known or chosen plan, and another form has no such plan yet:
-    the other form is compiled first.
+    It is not if a chosen plan has the same program. If some plan is chosen already, it is also not
+    worth it while its form of the loss has a known or chosen plan, and another form has none: a
+    plan of the other form is compiled first.
 
     Args:
         candidate: the plan.

@@ -56,7 +56,7 @@ def _gpu(
     host: float,
     has_compiler: bool = True,
 ) -> Device:
-    """Return a GPU's `Device`, with the part of each rate of its data sheet that programs reach."""
+    """Return a GPU's `Device` from its data sheet, with rates lowered to those of programs."""
     return Device(
         name=name,
         flops=0.71 * flops,
@@ -246,12 +246,12 @@ class Cluster:
 
     @property
     def one_node(self) -> Cluster:
-        """The same cluster with one node only."""
+        """This cluster with one node only."""
         return dataclasses.replace(self, nodes=1, device=self.kind)
 
     @property
     def rates(self) -> Rates:
-        """The rates from which the time of a compiled program is predicted."""
+        """The rates of devices and links from which a compiled program's time is predicted."""
         device = self.kind
         return Rates(
             flops=device.flops,

@@ -1,10 +1,10 @@
-"""Compile a candidate's step for absent devices, and keep on disk what the prediction needs.
+"""Compile a candidate's step for absent devices, and keep its schedule and memory on disk.
 
 Only the schedule and the memory of a compiled program are read; nothing is run. So a full compile
-leaves out autotuning, for which there is no device, and LLVM's optimization of kernels. A proxy
-also leaves out the fusion of softmax and RMS norm into Triton kernels, which takes about half of a
-compile. Without it, steps get longer by about the same share in all plans, and memory stays almost
-the same.
+leaves out autotuning, for which there is no device, and LLVM's optimization of kernels. A proxy is
+a faster compile, which also leaves out the fusion of softmax and RMS norm into Triton kernels. That
+fusion takes about half of a compile. Without it, steps get longer by about the same share in all
+plans, and memory stays almost the same.
 
 XLA compiles the kernels too, though they never run. It keeps compiled kernels in a file, and takes
 many from there when it compiles the next program. Compiles that run at the same time use different
@@ -47,7 +47,7 @@ _PROXY = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The text of a compiled program of the gradients, and the memory that it needs.
+    """A compiled program that computes gradients, as text, and the memory that it needs.
 
     Attributes:
         text: its scheduled HLO.
@@ -62,13 +62,13 @@ class Compiled:
     seconds_to_compile: float
 
     def timeline(self, rates: Rates) -> Timeline:
-        """Predict when each instruction of the program runs, by the rates of devices and links."""
+        """Predict when each instruction of the program runs, from rates of devices and links."""
         return timeline(self.text, rates)
 
 
 @runtime_checkable
 class Compiles(Protocol):
-    """What `Search` needs of a compiler: the methods of `Compiler` that it calls."""
+    """A protocol: the methods of `Compiler` that `Search` calls."""
 
     def key(self, candidate: Candidate) -> str: ...
 
@@ -81,7 +81,7 @@ class Compiler:
     Args:
         job: what is trained.
         cluster: the absent devices, whose `Device.target` is not None.
-        folder: where results are kept; None: nowhere.
+        folder: where results are kept on disk; None: they are not kept.
     """
 
     def __init__(self, job: Job, cluster: Cluster, folder: Path | None):
@@ -102,7 +102,7 @@ class Compiler:
         return hashlib.sha256(self._lowered(candidate).as_text().encode()).hexdigest()
 
     def file_name(self, candidate: Candidate, *, is_proxy: bool) -> str:
-        """Return the name under which a result is kept: a hash of all that it depends on."""
+        """Return the name of a compile's file: a hash of the program, options and versions."""
         options = _options(candidate, is_proxy)
         versions = {name: _version(name) for name in _PACKAGES}
         _, cluster = placed(self._job, self._cluster, candidate)
@@ -111,9 +111,10 @@ class Compiler:
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def _step(self, candidate: Candidate) -> Any:
-        """Return the jitted function of a candidate's gradients, with all of its arguments.
+        """Return the jitted function of a candidate's gradients, and its arguments as structs.
 
-        They are a tuple of positional arguments and a dict of keyword arguments, as structs.
+        The result is the function, a tuple of positional arguments, and a dict of keyword
+        arguments.
         """
         job, cluster = placed(self._job, self._cluster, candidate)
         shapes = Shapes.of(job, candidate, absent_mesh(cluster, **candidate.axes))
@@ -132,10 +133,10 @@ class Compiler:
         return self._known[candidate]
 
     def compile(self, candidate: Candidate, *, is_proxy: bool) -> Compiled:
-        """Compile the gradients of a candidate, or read the result of an earlier compile from disk.
+        """Compile a candidate's program of gradients, or read an earlier result from disk.
 
-        Once `key` has lowered the candidate, `compile` may run in another thread. But a program
-        with arrays in host memory is traced again, which must happen in the thread of `key`.
+        After `key` was called for the candidate, `compile` may run in another thread. But a program
+        with arrays in host memory is traced again here, which must happen in the thread of `key`.
         """
         name = self.file_name(candidate, is_proxy=is_proxy)
         on_disk = self._read(name)

@@ -1,7 +1,7 @@
 """Predict how long the gradients of each plan take, from the programs compiled so far.
 
-Let `c`, `n` and `l` be the least seconds of a plan's matrix products, of the bytes that enter a
-node, and of the bytes that enter a device. The program of the gradients is expected to take
+Let `c` be the least seconds that a plan's matrix products take, `n` those that its bytes take to
+enter a node, and `l` those to enter a device. The program of the gradients is expected to take
 
     t = m + e (b c + n + l - m),  where m = max(b c, n, l).
 
@@ -10,8 +10,8 @@ is almost the same for all plans of a model. `e` is the part of the two shorter 
 overlap with the longest. Without prefetch it is 1; with prefetch it depends on the preset. The
 expected `e` was set on Llamas of 1.1B and 7B parameters (`benchmarks/compiled/plan_regret.py`).
 
-`b` is one of a grid of values. For each of them, `t / m` is linear in the other unknowns, so each
-has a linear regression. Observed times say how likely each value of `b` is.
+`b` is one of a grid of values. For a given `b`, `t / m` is linear in the other unknowns. So there
+is a linear regression for each value of `b`, and observed times say how likely each value is.
 
 Under a budget of activations, `t` also has the seconds in which dropped operations are repeated.
 Dropped activations are not written and read: how much time that saves is learned for each loss.
@@ -79,10 +79,10 @@ _ALL = _EXPOSED | _TOTAL | _COMPUTE | _SECONDS
 
 
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, ...]:
-    """Return the features from which the time of a plan's proxy is predicted.
+    """Return the features from which the time of a plan's proxy program is predicted.
 
-    They come in four groups, by unit: the times that may overlap (features of `e`), `m`, `b c`, and
-    seconds.
+    A plan's features are in four groups, one for each unit of their weights: the two shorter times
+    (these features make up `e`); `m`; `b c`; and seconds.
     """
     program, of_one_node = plan.program
     in_host, doublings = plan.has_host_arrays, np.log2(plan.microbatches)
@@ -130,9 +130,9 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Return the features that predict how much longer a plan's full program takes than its proxy.
+    """Return the features that predict how much longer a full program takes than its proxy.
 
-    They are in units of `b c`.
+    Their weights are in units of `b c`.
     """
     program, of_one_node = plan.program
     of_loss = {("full of", plan.loss): 1.0} if plan.loss else {}
@@ -148,7 +148,7 @@ class Durations:
     """A model of the seconds that each plan's gradients take, which learns from compiled programs.
 
     Args:
-        bounds: the lower bounds of each plan. Methods name a plan by its index in this mapping.
+        bounds: the lower bounds of each plan. A plan's number is its index in this mapping.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):
@@ -170,7 +170,7 @@ class Durations:
         return len(self._names)
 
     def _x(self, slower: float, numbers: Sequence[int], is_full: bool) -> tuple[np.ndarray, ...]:
-        """Return `x`, `[plans, features]`, and `m`, `[plans]`, for the regression of the times.
+        """Return `x`, `[plans, features]`, and `m`, `[plans]`, to predict the times of plans.
 
         A program's seconds are predicted as `m * (1 + x @ weights)`, with the weights that a
         `Regression` has learned. `m` is the longest of the plan's least times (see the module).
@@ -202,7 +202,7 @@ class Durations:
             self._likely[i] += regression.observe(x, seconds / longest - 1) - np.log(longest)
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Draw samples of the seconds that full compiles of plans may predict, `[draws, plans]`.
+        """Draw samples of the seconds that plans' full programs may take, `[draws, plans]`.
 
         Args:
             numbers: the numbers of the plans.

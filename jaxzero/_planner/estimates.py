@@ -13,7 +13,7 @@ from .durations import Durations
 from .rounds import RoundBounds
 from .temporaries import Temporaries
 
-_DRAWS = 512  # a probability that is counted from them is off by about 2%
+_DRAWS = 512  # samples; a probability that is estimated from them is off by about 2%
 
 
 class Estimates:
@@ -42,7 +42,7 @@ class Estimates:
     def observe(
         self, candidate: Candidate, temporary: int, gradients: float, *, is_proxy: bool
     ) -> None:
-        """Learn from a compiled program of the gradients.
+        """Learn from the memory and time of a compiled program, which computes gradients.
 
         Args:
             candidate: a plan that runs the program.
@@ -55,9 +55,10 @@ class Estimates:
         self._durations.observe(number, gradients, is_full=not is_proxy)
 
     def draws(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray]:
-        """Draw what full compiles may say of plans: bytes of a device, and seconds of a step.
+        """Draw samples of what full compiles may find of plans.
 
-        Both arrays are `[draws, plans]`.
+        Returns:
+            The bytes that a device takes, and the seconds of a step; both `[draws, plans]`.
         """
         numbers = [self._number[plan] for plan in candidates]
         temporaries = self._temporaries.draws(numbers, self._normal[0])

@@ -38,7 +38,7 @@ class Job:
     options: Mapping[str, Any]
 
     def of_one_node(self, nodes: int) -> Job:
-        """Return the job that one of `nodes` nodes has by itself, with its part of the rows."""
+        """Return the job of a single node among `nodes`, with its part of the rows."""
 
         def rows(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] // nodes, *x.shape[1:]) if x.shape else ()
@@ -48,9 +48,9 @@ class Job:
 
 
 def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Cluster]:
-    """Return the job and the cluster of a candidate's program.
+    """Return the job and the cluster for which a candidate's program is traced.
 
-    With local steps each node trains by itself, so the program is for one node.
+    With local steps each node trains by itself, so these are of one node.
 
     Args:
         job: the job of all nodes.
@@ -64,15 +64,20 @@ def placed(job: Job, cluster: Cluster, candidate: Candidate) -> tuple[Job, Clust
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The shapes of a candidate's arrays on a mesh, and its gradient function `step`.
+    """The shapes of a candidate's arrays on a mesh, and the function of its gradients.
 
-    `step` takes `params`, a batch, and `arguments` by name.
+    Attributes:
+        zero: the `Zero` of the mesh and the candidate's config.
+        params: the parameters, as structs.
+        opt_state: the optimizer state, as structs.
+        arguments: keyword arguments of `step`, as structs: the wire state, if there is one.
+        step: the function from `zero.value_and_grad`, called `step(params, batch, **arguments)`.
     """
 
     zero: Zero
     params: Any
     opt_state: Any
-    arguments: dict[str, Any]  # further arguments of the step, by name
+    arguments: dict[str, Any]
     step: Callable
 
     @classmethod
@@ -88,7 +93,7 @@ class Shapes:
         return cls(zero, params, opt_state, arguments, step)
 
     def report(self, job: Job, candidate: Candidate) -> tuple[Report, Plan]:
-        """Trace the step; return the bytes that a device holds and sends, and the step's plan."""
+        """Trace `step`; return the bytes that a device holds and sends, and the step's plan."""
         options = {**job.options, "microbatches": candidate.microbatches, **self.arguments}
         loss = job.losses[candidate.loss]
         plan = self.zero.plan(loss, self.params, job.batch, **options)

@@ -22,8 +22,8 @@ from .._collectives import all_gather
 from .._mesh import AXES, HOST, LOCAL, NODE, map_devices
 from .._processes import exchange_json, process_count
 
-_REPEATS = 5  # of which the median counts: another program may interrupt one
-_MEETING_SECONDS = 300.0  # in which all processes compile and time a call
+_REPEATS = 5  # calls, whose median is taken: another program may interrupt one
+_MEETING_SECONDS = 300.0  # the timeout in which all processes compile and time a call
 _SPLIT = PartitionSpec(AXES)
 
 
@@ -60,7 +60,7 @@ def measure(mesh: Mesh) -> Measured:
     nodes, local = mesh.shape[NODE], mesh.shape[LOCAL]
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     size, num = (512, 2**20) if on_cpu else (8192, 2**27)  # matrix side, vector length
-    sent = num // 4  # of the vectors that are gathered
+    sent = num // 4  # length of the vectors that are gathered
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     host_link = _host_link(mesh, num)
     bandwidth = 2 * 4 * num / _seconds(mesh, lambda x: x + 1, (num,), jnp.dtype(jnp.float32))
@@ -86,9 +86,9 @@ def _product(x: Array) -> Array:
 
 
 def _gathered(axis: str) -> Callable[[Array], Array]:
-    """Return a function that gathers arrays along `axis` and returns one number of the result.
+    """Return a function that gathers an array along `axis` and returns one number of the result.
 
-    Without the barrier XLA would gather that number alone.
+    The function has a barrier, without which XLA would gather that number alone.
     """
     return lambda x: jax.lax.optimization_barrier(all_gather(x, axis, 0))[:1]
 
@@ -96,7 +96,7 @@ def _gathered(axis: str) -> Callable[[Array], Array]:
 def _seconds(
     mesh: Mesh, function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
 ) -> float:
-    """Return the seconds of `function` in the slowest process, with zeros of `shape` per device."""
+    """Return the seconds of `function`, called with zeros of `shape`, in the slowest process."""
     zeros = map_devices(lambda: jnp.zeros((1, *shape), dtype), mesh, (), _SPLIT)
     x = jax.jit(zeros, out_shardings=NamedSharding(mesh, _SPLIT))()
     run = jax.jit(map_devices(lambda x: function(x[0])[None], mesh, (_SPLIT,), _SPLIT))
@@ -106,7 +106,7 @@ def _seconds(
 def _host_link(mesh: Mesh, num: int) -> float | None:
     """Measure copies of `num` floats to and from pinned host memory; return bytes a second.
 
-    The slower direction counts. None: host memory is the device's memory, as on CPUs.
+    The rate is that of the slower direction. None: host memory is the device's memory, as on CPUs.
     """
     device = mesh.local_devices[0]
     if device.platform == "cpu" or HOST not in {x.kind for x in device.addressable_memories()}:
@@ -121,7 +121,7 @@ def _host_link(mesh: Mesh, num: int) -> float | None:
 
 
 def _slowest(run: Callable[[], Any]) -> float:
-    """Return the median seconds of a call of `run`, of the process with the largest median."""
+    """Return the median seconds of calls of `run`, in the process where this median is largest."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(_REPEATS):

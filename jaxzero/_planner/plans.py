@@ -27,7 +27,7 @@ _GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """The predicted time and memory of one candidate plan, and why it is not taken.
+    """The predicted time and memory of one candidate plan, and the reason if it is not taken.
 
     Attributes:
         candidate: the plan.
@@ -61,7 +61,7 @@ class PlanRow:
     def of_bounds(
         cls, candidate: Candidate, bounds: Bounds | RoundBounds, discarded: str = ""
     ) -> PlanRow:
-        """Make the row of a candidate of which only bounds are known."""
+        """Return the row of a candidate of which only bounds are known."""
         return cls(
             candidate,
             "bound",
@@ -102,8 +102,8 @@ class Plans:
     def best(self) -> PlanRow:
         """The best plan that fits.
 
-        It was compiled in full. If it was compiled as a proxy only, `notes` say so. Without a
-        compiler for these devices it is the best by lower bounds.
+        It was compiled in full, or as a proxy only, as `notes` then say. Without a compiler for
+        these devices, it is the best by lower bounds.
 
         Raises:
             ValueError: no plan fits, or none is known to fit.
@@ -252,7 +252,7 @@ class Plans:
 
 
 def _cells(row: PlanRow, copies: bool) -> tuple[str, ...]:
-    """Return a plan's cells of the table; with `copies`, also its bytes between device and host."""
+    """Return a plan's cells in the table; with `copies`, also its bytes between device and host."""
     least = ">" if row.stage == "bound" else ""
     return (
         row.candidate.name,

@@ -20,7 +20,7 @@ def ranked(search: Search) -> tuple[PlanRow, ...]:
 
 
 def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Return a note for users if the best of `ranked` rows was not compiled in full; else none."""
+    """Return a note for users if the best row was compiled as a proxy only; else an empty tuple."""
     best = next((row for row in rows if not row.discarded), None)
     if best is None or best.stage != "proxy":
         return ()
@@ -31,7 +31,7 @@ def notes_on_best(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 
 
 def _settled(search: Search) -> list[PlanRow]:
-    """Return all rows; if there is a compiler, with the reasons why plans are not taken."""
+    """Return all rows; if there is a compiler, with the reason for each plan that is not taken."""
     if search.compiler is None:
         return list(search.rows.values())
     fitting = [row for row in search.compiled_rows() if row.memory <= search.limit]
@@ -56,5 +56,5 @@ def _with_reason(search: Search, row: PlanRow, best: PlanRow | None) -> PlanRow:
 
 
 def _order(search: Search, row: PlanRow) -> tuple[int, tuple[float, float]]:
-    """Return the key to sort by: compiled in full, proxy or bound, and then the row's value."""
+    """Return the key by which rows are sorted: the kind of compile, and then `Search.value`."""
     return ("compiled", "proxy", "bound").index(row.stage), search.value(row)

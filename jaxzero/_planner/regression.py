@@ -1,8 +1,11 @@
-"""Bayesian linear regression, which predicts plans from the few programs that a search compiles.
+"""Predict plans by Bayesian linear regression, from the few programs that a search compiles.
 
-`y = w . x + noise`, where the weights `w` are independent and normal before anything is observed.
+The model is `y = w . x + noise`: `x` are the features of a plan, and `y` is its time or memory. The
+weights `w` are independent and normal before anything is observed. Features have names; the row of
+a plan maps the names of its features to numbers (`Features`).
+
 With few observations, predictions stay close to those of the expected weights. An observation
-changes the predictions for plans that have features in common with the observed one.
+changes the predictions for plans that have features in common with the observed plan.
 
 References:
     Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), section 2.1.
@@ -15,16 +18,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Name = tuple[str, ...]  # of a feature: what it is, and of which preset, program or loss
-Features = Mapping[Name, float | int]  # those that are absent are 0
+Features = Mapping[Name, float | int]  # values by name; a feature that is absent is 0
 
 
 def names_of(*features: Sequence[Features]) -> list[Name]:
-    """Return the names of all features in several lists of rows, each name once."""
+    """Return the names of all features that occur in several lists of rows, each name once."""
     return list(dict.fromkeys(name for rows in features for row in rows for name in row))
 
 
 def matrix_of(names: Sequence[Name], features: Sequence[Features]) -> np.ndarray:
-    """Return the features of rows as a matrix, float64 `[rows, names]`; missing ones are 0."""
+    """Return rows as a matrix, float64 `[rows, names]`; a feature that a row lacks is 0."""
     return np.array([[float(row.get(name, 0.0)) for name in names] for row in features])
 
 
@@ -60,6 +63,6 @@ class Regression:
         return np.linalg.solve(self._precision, self._shift)
 
     def weights(self, normal: np.ndarray) -> np.ndarray:
-        """Draw weights, `[draws, features]`, by scaling and shifting standard normal numbers."""
+        """Draw weights, `[draws, features]`, from standard normal numbers of the same shape."""
         lower = np.linalg.cholesky(self._precision)
         return self.mean + np.linalg.solve(lower.T, normal.T).T

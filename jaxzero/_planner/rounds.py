@@ -1,8 +1,8 @@
-"""Bound what local steps add to the steps of one node: memory, and the exchange of parameters.
+"""Bound the memory and time that local steps add to the steps of one node.
 
-A node's step is that of a plan for one node. In a round of H steps each of F fragments of the
-parameters is sent once, and the mean over nodes is used tau steps later. If a step takes t seconds
-and a message m, then on average
+With local steps, each node trains by itself by a plan for one node, and nodes exchange parameters.
+In a round of H steps, each of F fragments of the parameters is sent once, and the mean over nodes
+is used tau steps later. If a step takes t seconds and a message m, then on average
 
     a step of the round takes  t + merge / H + F / H * max(0, m - tau * t)
 
@@ -37,7 +37,7 @@ class RoundCost:
     Attributes:
         method: how nodes exchange parameters.
         held: bytes of outer parameters, outer optimizer state and residuals.
-        travelling: further bytes while a fragment travels.
+        travelling: further bytes that are held while a fragment is sent.
         node_bytes: bytes that enter a node in a step, on average.
         message: seconds for which the links between nodes carry a fragment.
         merge: seconds of a round to encode, decode and merge all fragments.
@@ -52,7 +52,7 @@ class RoundCost:
 
     @classmethod
     def of(cls, method: LocalSteps, report: LocalReport, rates: Rates) -> RoundCost:
-        """Return the cost of rounds that hold and send the bytes of a report."""
+        """Return the cost of rounds by `method`, whose bytes are in `report`."""
         held, fragments = report.device_bytes, method.fragments
         outer = sum(held[name] for name in ("outer_params", "outer_state", "residuals"))
         merged = 2 * (outer + held["params"] + fragments * report.message_bytes)  # read and written
@@ -73,7 +73,10 @@ class RoundCost:
         return step + self.merge / self.method.every + self.waited(step)
 
     def waited(self, step: Any) -> Any:
-        """Return how many seconds of a step, on average, nodes wait for fragments."""
+        """Return how many seconds nodes wait for fragments in a step, on average.
+
+        `step` is the seconds of one node's step: a number or an array, and so is the result.
+        """
         exposed = np.maximum(0.0, self.message - self.method.delay * step)
         return exposed * self.method.fragments / self.method.every
 
@@ -82,7 +85,7 @@ class RoundCost:
 class RoundBounds:
     """Lower bounds of a step in a round of local steps, on one device.
 
-    A search reads it as it reads `Bounds`: properties and methods of equal names mean the same.
+    Its properties and methods mean the same as those of `Bounds` with the same names.
 
     Attributes:
         step: the bounds of a step of one node by itself.
@@ -96,7 +99,7 @@ class RoundBounds:
 
     @property
     def gradients(self) -> float:
-        """Seconds of the gradients of a node, if computing and all links overlapped in full."""
+        """Seconds of computing gradients on a node, if computation and links overlap in full."""
         return self.step.gradients
 
     @property
@@ -111,7 +114,7 @@ class RoundBounds:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of a step of the round, if the gradients overlapped in full."""
+        """Mean seconds of a step of the round, in which gradients take `gradients` seconds."""
         return self.cost.step_seconds(self.step.seconds)
 
     @property
@@ -140,11 +143,11 @@ class RoundBounds:
         return self.cost.step_seconds(step), waited + self.cost.waited(step)
 
     def with_temporaries(self, num_bytes: Any) -> Any:
-        """Return the bytes that a device holds, with `num_bytes` of temporaries of the gradients.
+        """Return the bytes that a device holds, if computing gradients takes `num_bytes` more.
 
-        `num_bytes` is an int or an array, and so is the result. With a delay, fragments travel
-        while gradients and temporaries exist. Without one, fragments travel between steps, so only
-        the larger of both counts.
+        `num_bytes` is an int or an array, and so is the result. If parameters are exchanged with a
+        delay, fragments are sent while gradients are computed, and the bytes of both add up.
+        Without a delay, fragments are sent between steps, and only the larger number counts.
         """
         between = self.cost.travelling
         during = self.gradient_bytes + num_bytes
@@ -163,9 +166,9 @@ def round_cost(
 
 
 def check_rounds(job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh) -> None:
-    """Trace a round of one step, which raises if local steps refuse the candidate's loss.
+    """Raise the error of `Zero.local_steps` if it refuses the candidate's loss.
 
-    They refuse collectives over `node`, for instance.
+    It refuses a loss with collectives over `node`, for instance. A round of one step is traced.
     """
     rounds, state = _rounds(job, candidate, mesh, LocalSteps(every=1))
     stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), job.batch)
@@ -175,9 +178,9 @@ def check_rounds(job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh) -> 
 def _rounds(
     job: Job, candidate: Candidate, mesh: Mesh | SimulatedMesh, method: LocalSteps
 ) -> tuple[LocalRounds, Any]:
-    """Return rounds of steps that compute gradients and update nothing, and the rounds' state.
+    """Return a candidate's rounds of local steps by `method`, and their state as structs.
 
-    The state has shapes only.
+    The steps of these rounds compute gradients and update nothing.
     """
     zero = Zero(mesh, candidate.config)
     params = zero.abstract(job.init_fn)

@@ -1,8 +1,9 @@
 """Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
 
-Earlier compiled programs let the search predict the time and memory of all plans (`Estimates`). The
-program with the largest expected improvement over the known plans is compiled next (`Promise`). A
-plan that does not fit improves nothing.
+A proxy is a program that is compiled without fused kernels for softmax and RMS norm, which is
+faster. The programs compiled so far let the search predict the time and memory of all plans
+(`Estimates`). The program with the largest expected improvement over the plans compiled so far is
+compiled next (`Promise`). A plan that does not fit improves nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .rounds import RoundBounds
 
 Objective = Literal["step_time", "tokens_per_second", "memory"]
 MAX_PROXIES, MAX_FULL = 8, 3
-_LEAST_GAIN = 0.005  # of the step, by all plans together: less is not worth a compile
+_LEAST_GAIN = 0.005  # the least gain, of all plans together, that is worth a compile
 _PROXY_ERROR = 1.1  # the memory of proxies may be off by up to a tenth
 _FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
 
 
 @dataclasses.dataclass
 class Search:
-    """A search for the best plan; `rows` can be read at any time, also after Ctrl-C.
+    """A search for the best plan; its `rows` can be read at any time, also after Ctrl-C.
 
     Attributes:
         job: what is trained.
@@ -64,7 +65,7 @@ class Search:
     tries_budgets: bool = False
     rows: dict[Candidate, PlanRow] = dataclasses.field(default_factory=dict)
     bounds: dict[Candidate, Bounds | RoundBounds] = dataclasses.field(default_factory=dict)
-    temporaries: dict[Candidate, int] = dataclasses.field(default_factory=dict)  # of its program
+    temporaries: dict[Candidate, int] = dataclasses.field(default_factory=dict)  # bytes, by plan
     programs: dict[str, str] = dataclasses.field(default_factory=dict)  # names of plans, by key
     failures: list[tuple[str, Exception]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -73,7 +74,7 @@ class Search:
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """The step times and memory of all plans, as expected from the programs compiled so far."""
+        """The model of all plans' step times and memory, which learns from compiled programs."""
         return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
@@ -129,9 +130,9 @@ class Search:
         self.rows[candidate] = PlanRow.of_bounds(candidate, bounds, self._too_large(bounds))
 
     def _with_same_plan(self, candidate: Candidate) -> Candidate | None:
-        """Return a candidate with bounds that differs in prefetch only; None if there is none.
+        """Return a candidate whose bounds are known and equal to those of `candidate`.
 
-        Both candidates have the same bounds.
+        It differs in prefetch only, which bounds do not depend on. None: there is none.
         """
         schedule = candidate.config.schedule
         for prefetch in (0, 1):
@@ -152,9 +153,9 @@ class Search:
     # Proxies.
 
     def value(self, row: PlanRow) -> tuple[float, float]:
-        """Return the seconds and bytes of a row, in the order in which rows are compared.
+        """Return the seconds and bytes of a row as a key to compare rows, the least being best.
 
-        The objective comes first; the other decides between equals.
+        The objective comes first; the other one decides between rows with an equal objective.
         """
         if self.objective == "memory":
             return float(row.memory), row.seconds
@@ -173,8 +174,8 @@ class Search:
     def _check(self) -> bool:
         """Compile the most promising plans in full; return False if none promises enough.
 
-        They have a proxy already. Once no more proxies may be compiled, plans of which only bounds
-        are known may be chosen too.
+        They are chosen from the plans that have a proxy. Once no more proxies may be compiled, they
+        may also be plans of which only bounds are known.
         """
         compiled = [row for row in self.compiled_rows() if row.stage == "compiled"]
         has_program = any(row.stage != "bound" for row in self.rows.values())
@@ -212,7 +213,7 @@ class Search:
         end = len(rows)
         promise = Promise(values[:, :end], values[:, end:], memory[:, :end])
         in_full = "proxy" in stages
-        if in_full and most == 1 and not known:  # the last is for a plan that is sure
+        if in_full and most == 1 and not known:  # the last compile is for a sure plan
             promise.keep_sure()
         chosen: list[PlanRow] = []
         losses = {row.candidate.loss for row in rows}
@@ -232,13 +233,13 @@ class Search:
         return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
-        """Return True if a plan is compiled already, or may fit and have a value below `least`."""
+        """Return True if a plan has a proxy, or if it may fit and its bound is below `least`."""
         if row.stage != "bound":
             return True
         return bool(self.value(row)[0] < least) and not self.why_too_large(row)
 
     def _draws(self, rows: Sequence[PlanRow]) -> tuple[np.ndarray, np.ndarray]:
-        """Draw samples of what full compiles may find: values and bytes, both `[draws, plans]`.
+        """Draw samples of the values and bytes of plans compiled in full, both `[draws, plans]`.
 
         A value is the logarithm of what is minimised, or infinite where the plan does not fit.
         """
@@ -254,9 +255,8 @@ class Search:
     ) -> Iterator[tuple[PlanRow, Callable[[], Compiled]]]:
         """Compile plans at the same time; yield each row, with a function to get its result.
 
-        The function returns the compiled program, or raises the compile's error. With `is_proxy`
-        the programs lack the fused kernels for softmax and RMS norm; otherwise they are compiled in
-        full.
+        The function returns the compiled program, or raises the compile's error. Plans are compiled
+        as proxies if `is_proxy`, otherwise in full.
 
         XLA uses one core for most of a compile, and does not hold Python's lock. If a program has
         arrays in host memory, plans are compiled one by one when their functions are called: such a
@@ -279,7 +279,7 @@ class Search:
         return [row for row in self.rows.values() if row.stage != "bound" and not row.discarded]
 
     def _is_new(self, row: PlanRow) -> bool:
-        """Lower a plan; discard it and return False on an error or for a known program."""
+        """Return whether a plan's program can be lowered and is new; if not, discard the plan."""
         assert self.compiler is not None
         try:
             key = self.compiler.key(row.candidate)
@@ -304,7 +304,7 @@ class Search:
                 self._discard(new, self.needs(new.memory))
 
     def _with_program_of(self, row: PlanRow) -> list[PlanRow]:
-        """Return the rows of all plans that run the same program as `row`, with `row` itself."""
+        """Return the rows, `row` included, of all plans that run the program of `row`."""
         program = row.candidate.program
         return [
             other
@@ -315,8 +315,8 @@ class Search:
     def why_too_large(self, row: PlanRow) -> str:
         """Return why a plan cannot fit; "" if it may.
 
-        Its temporaries are bounded by those of compiled plans of its family: with k times as many
-        micro-batches, at least a k-th of the temporaries remains.
+        Compiled plans of the same `Candidate.family` bound its temporaries from below: with k times
+        as many micro-batches, at least a k-th of the temporaries remains.
         """
         for plan in (x.candidate for x in self.rows.values() if x.stage != "bound"):
             same = plan.family == row.candidate.family
@@ -345,9 +345,9 @@ class Search:
             ) from error
 
     def _predicted(self, row: PlanRow, compiled: Compiled, stage: Stage) -> Iterator[PlanRow]:
-        """Yield new rows, with predicted time and memory, for all plans that run `row`'s program.
+        """Yield new rows, with predicted time and memory, for all plans that run one program.
 
-        `compiled` is that program. `estimates` learns from it.
+        `compiled` is that program, compiled for the plan of `row`; `estimates` learns from it.
         """
         line = compiled.timeline(self.cluster.rates)
         self.estimates.observe(
@@ -368,7 +368,7 @@ class Search:
             )
 
     def needs(self, num_bytes: int | float) -> str:
-        """Return the words "needs ... GB of ... GB": bytes of a plan, and the limit."""
+        """Return the words "needs ... GB of ... GB", with the bytes of a plan and the limit."""
         return f"needs {gigabytes(num_bytes)} of {gigabytes(self.limit)}"
 
     # Full compiles.

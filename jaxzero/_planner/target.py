@@ -1,7 +1,7 @@
 """Make meshes of absent GPUs, for which XLA can compile but not run programs.
 
-This needs no GPU, but the `aot` extra, which brings XLA's compiler for CUDA. The compiler prints
-that `cuInit` has found no GPU, which can be ignored.
+Such a mesh needs no GPU. It needs the `aot` extra, which brings XLA's compiler for CUDA. The
+compiler prints that `cuInit` has found no GPU, which can be ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Gpu:
-    """The fields by which XLA's compiler describes a GPU; sizes in bytes, rates per second."""
+    """A GPU as XLA's compiler describes it; sizes are in bytes, rates are per second."""
 
     name: str
     capability: str = "9 feature_extension: ACCELERATED_FEATURES"
     cores: int = 132
     fpus: int = 128  # of a core
     core_memory: int = 233472  # shared memory of a core
-    block_memory: int = 232448  # and of a block
+    block_memory: int = 232448  # shared memory of a block
     cache: int = 52428800
     gigahertz: float = 1.98
     bandwidth: int
@@ -82,7 +82,7 @@ def why_no_compiler(cluster: Cluster) -> str | None:
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Find a module without importing it; return None if it or a parent is not installed."""
+    """Return the spec of a module, without importing it; None if it is not installed."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:

@@ -71,9 +71,10 @@ _OF_BUDGETS = {"kept": (0.97, 0.05), "working": (1.0, 0.5), "program, budget": (
 
 
 def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, Features, Features]:
-    """Return the features of the temporaries of a plan's proxy, in three groups by unit.
+    """Return the features from which the temporaries of a plan's proxy program are predicted.
 
-    The units are the activations of a micro-batch, the split gradients `u`, and bytes.
+    They are in three groups, one for each unit of their weights: the activations of a micro-batch,
+    `s / k`; the split gradients, `u`; and bytes.
     """
     program, of_one_node = plan.program
     several, in_host = plan.microbatches > 1, plan.has_host_arrays
@@ -117,9 +118,9 @@ def _features(plan: Candidate, bounds: Bounds | RoundBounds) -> tuple[Features, 
 
 
 def _of_full(plan: Candidate) -> Features:
-    """Return features of how many more bytes a full compile's program takes than a proxy's.
+    """Return the features that predict how many more bytes a full program takes than its proxy.
 
-    Their weights are in `_OF_ACTIVATIONS`.
+    Their weights are in units of the activations of a micro-batch, `s / k`.
     """
     program, of_one_node = plan.program
     if plan.activation_budget is not None:  # proxies and full compiles hold the same, within 1%
@@ -135,7 +136,7 @@ def _of_full(plan: Candidate) -> Features:
 
 
 def _split(plan: Candidate, cluster: Cluster) -> int:
-    """Return the number of devices among which a plan splits sums of gradients in a step."""
+    """Return among how many devices a plan splits the sums of gradients over micro-batches."""
     if plan.config.stage < 3:
         return 1
     is_over_all = plan.preset.split()[0] == "zero3" and plan.local_steps is None
@@ -143,7 +144,7 @@ def _split(plan: Candidate, cluster: Cluster) -> int:
 
 
 def _parts(plan: Candidate) -> float:
-    """Return `k`: of the activations of all rows of a device, a `k`-th exists at a time."""
+    """Return `k`: a device holds a `k`-th of the activations of all its rows at a time."""
     return max(1.0, plan.microbatches / (2 * plan.stages - 1))
 
 
@@ -151,7 +152,7 @@ class Temporaries:
     """A model of each plan's temporaries, which learns from compiled programs.
 
     Args:
-        bounds: the bounds of all plans. A plan's number is its place among them.
+        bounds: the bounds of all plans. A plan's number is its index in this mapping.
         cluster: the devices.
         limit: bytes of a device that a plan may take; activations are expected to be of that order.
     """
@@ -214,7 +215,7 @@ class Temporaries:
         return x + self._full[numbers] if is_full else x
 
     def draws(self, numbers: Sequence[int], normal: np.ndarray) -> np.ndarray:
-        """Draw the bytes of temporaries that full compiles of plans may have, `[draws, plans]`.
+        """Draw samples of the bytes of temporaries of plans' full programs, `[draws, plans]`.
 
         Args:
             numbers: the numbers of the plans.

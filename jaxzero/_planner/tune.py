@@ -159,7 +159,7 @@ def tune(
 
 
 def _without_host_arrays(candidates: Iterable[Candidate], notes: list[str]) -> list[Candidate]:
-    """Leave out plans with offload, and say in `notes` how many they are.
+    """Return the plans without offload, and append to `notes` how many plans have it.
 
     Simulated devices, which stand for devices without a compiler, have no host memory.
     """
@@ -194,14 +194,14 @@ def check_arguments(
 def _microbatches(
     batch: Any, cluster: Cluster, microbatches: Sequence[int], *, has_compiler: bool
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """Return the numbers of micro-batches to try.
+    """Return the numbers of micro-batches to try, with whole rows and with shared rows.
 
-    Without a compiler no plan shares rows: lower bounds of times and memory are then computed on
+    Without a compiler no devices share rows: lower bounds of times and memory are then computed on
     simulated devices, whose meshes cannot have an axis of tokens.
 
     Returns:
-        The numbers for plans whose devices have whole rows; and the numbers for plans whose devices
-        share rows, by how many devices share a row (an empty dict without a compiler).
+        The numbers for plans whose devices have whole rows; and, by the number of devices that
+        share a row, those for plans whose devices share rows (an empty dict without a compiler).
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
     if len(sizes) != 1:

@@ -1,9 +1,9 @@
 """Write a file or a directory atomically; a directory also from several processes.
 
 Content is written under a hidden name beside the target, flushed to disk and renamed. After a crash
-the target has the old or the new content, and there may be a leftover with a hidden name. Several
-processes fill one folder on a shared file system. Process 0 creates it, and renames it after all
-have reported success.
+the target has the old or the new content, and there may be a leftover with a hidden name. If
+several processes write a directory, they fill one folder on a shared file system. Process 0 creates
+the folder, and renames it after all have reported success.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hidden(target: Path, ending: str) -> Path:
 
 
 def put_in_place(filled: Path, target: Path) -> None:
-    """Rename a complete folder to `target`, replacing what is there, and flush the change."""
+    """Rename a complete folder to `target`, replacing an old `target`; flush the change."""
     # A rename cannot replace a folder that has content, so the old one is renamed first.
     old = hidden(target, "old") if target.exists() else None
     if old is not None:
@@ -203,7 +203,8 @@ def _write_probe(path: Path, process: int) -> None:
 def _check_probe(path: Path) -> None:
     """Raise unless a file has kept the byte that each process wrote to it.
 
-    Mounts of object stores write a whole file when it is closed, and keep that of one process.
+    A mounted object store writes a whole file when a process closes it. Then the file holds what
+    one process wrote, and the bytes of other processes are lost.
     """
     content = path.read_bytes()
     if content != b"x" * process_count():

@@ -64,12 +64,12 @@ def exchange(name: str, value: str, seconds: float) -> list[str]:
 
 
 def exchange_json(name: str, value: Any, seconds: float) -> list[Any]:
-    """Do what `exchange` does, for values that JSON can represent instead of texts."""
+    """Exchange values that JSON can represent, as `exchange` does with texts."""
     return [json.loads(text) for text in exchange(name, json.dumps(value), seconds)]
 
 
 class Facts(dict[str, Any]):
-    """Values by name that this process tells the others, and that JSON can represent.
+    """Values by name that this process sends to all other processes; JSON can represent them.
 
     Attributes:
         of_all: the facts of each process, by its index, once they have been exchanged.
@@ -166,7 +166,7 @@ def published(name: str) -> dict[int, str]:
 
 
 def hosts() -> list[str]:
-    """Return the host name of every process, by index; all must make the first call together."""
+    """Return the host name of every process, by index. The first call is collective."""
     global _hosts
     if _hosts is None or len(_hosts) != process_count():
         _hosts = exchange("hosts", socket.gethostname(), _HOST_SECONDS)

@@ -1,4 +1,4 @@
-"""Trace a function to a list of operations; only this package and `_mesh.per_device` read jaxprs.
+"""Trace a function to a list of operations, so that most other packages read no jaxprs.
 
 In: a function and the shapes of its arguments. Out: a `Block` of operations, in which the body of
 each loop is a block of its own; and `movable_ops`, which has the operations that can run before or

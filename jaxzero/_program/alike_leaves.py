@@ -1,5 +1,6 @@
-"""Find the operations that multiply matrices of leaves, and run them for alike leaves at once.
+"""Rewrite an optimizer's update so that the matrices of alike leaves are multiplied at once.
 
+A leaf is one array of the parameters' tree. Its gradient and its optimizer state belong to it.
 If the matrix of each layer is a leaf, an update computes the same function of every leaf:
 
     y[i] = f(h(g[i], s[i]), c)    for each leaf i,
@@ -44,9 +45,9 @@ class MatrixStack:
 
     Attributes:
         leaves: the indices of the leaves, in the order of the rows.
-        given: the stacks that products read.
-        made: the results of products that other operations read.
-        products: the operations from `given` to `made`.
+        given: the stacks that `products` read as inputs.
+        made: the results of `products` that other operations read.
+        products: the operations that compute `made` from `given`.
         stacking: the operations that make `given` from values of several leaves.
         rows: the operations that take a row, the value of one leaf, out of `made`.
     """
@@ -77,8 +78,8 @@ def stack_alike_leaves(
         size_of: returns the most leaves in a stack, given the index of one of them.
 
     Returns:
-        The new program, and its stacks. The new program has the values of the old one and those of
-        the stacks.
+        The new program, and its stacks. Each result of the old products that other operations read
+        is a row of a stack, and keeps its `Value`.
     """
     alike: dict[Any, list[int]] = collections.defaultdict(list)
     for leaf in leaves:
@@ -117,14 +118,14 @@ def _sorted(block: Block) -> Block:
 class LeafValues:
     """The values of a program, grouped by the leaf that they are computed from.
 
-    A value belongs to the leaf that its inputs belong to. If they belong to several leaves, or to
-    none, it belongs to no leaf. Values of any leaf may be computed from such a shared value.
+    A value belongs to the leaf that its inputs belong to. A value whose inputs belong to several
+    leaves, or to none, is shared: it belongs to no leaf, and values of any leaf may depend on it.
 
     Attributes:
         block: the program.
-        leaf: the leaf of each value that belongs to one.
+        leaf: for each value that belongs to a leaf, the index of the leaf.
         key: a number for each value. Values of two leaves have the same number if they are computed
-            alike. Values that belong to no leaf have the same number only if they are equal.
+            alike. Shared values have the same number only if they are equal.
     """
 
     def __init__(self, block: Block, leaf_of: Mapping[Value, LeafOf]):
@@ -162,16 +163,18 @@ class LeafValues:
         return self._number(("constant", self._kinds.constant(atom)))
 
     def role(self, x: Atom) -> LeafOf | None:
-        """Return a value's leaf, with its key as role; None if it belongs to no leaf."""
+        """Return the leaf of a value, and its key as the role; None for a shared value."""
         if isinstance(x, Constant) or x not in self.leaf:
             return None
         return LeafOf(self.leaf[x], self.key[x])
 
     def products_of(self, leaf: int) -> Sequence[Operation]:
-        """Return the operations that multiply a leaf's matrix, or mix its elements before or after.
+        """Return the operations of a leaf that need its whole matrix, in program order.
 
-        Elementwise operations between these are included. Elementwise operations before the first
-        and after the last are not, so that they run in the layout in which the leaf is stored.
+        These are matrix products, other operations before or after a product that mix elements,
+        such as transposes, and the elementwise operations between these. Elementwise operations
+        before the first and after the last are left out, so that they run in the layout in which
+        the leaf is stored. A leaf without matrix products has none.
         """
         if leaf not in self._products:
             self._products[leaf] = self._find_products(self._of_leaf[leaf])
@@ -201,10 +204,10 @@ class LeafValues:
         return [x for x in operations if x in needed]
 
     def _take_in(self, operations: Sequence[Operation], products: set[Operation]) -> None:
-        """Add an elementwise operation to `products` if only products read it.
+        """Add elementwise operations to `products` whose results only `products` read.
 
-        It is added only if the products do not read more bytes then. An example is the square of a
-        matrix, for its norm: products read the matrix anyway.
+        An operation is left out if `products` would read more bytes with it. For example, the
+        square of a matrix, for its norm, is added if a product reads the matrix anyway.
         """
         for operation in reversed(operations):
             out = operation.outputs[0]
@@ -233,13 +236,13 @@ class LeafValues:
 
 
 def _draws(operation: Operation) -> bool:
-    """Return whether an operation makes random bits, which may differ under `vmap` over keys."""
+    """Return whether an operation makes random bits: `vmap` over keys may make other bits."""
     equations = equations_inside(operation.equation)
     return any(x.primitive.name in RANDOM_BITS for x in equations)
 
 
 def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
-    """Make the operations that multiply the matrices of alike leaves as one stack."""
+    """Return the `MatrixStack` of alike leaves, with new operations that stack and multiply."""
     by_leaf = {leaf: values.products_of(leaf) for leaf in leaves}
     operations = by_leaf[leaves[0]]
     stack_of: dict[int, Any] = {}  # by key
@@ -274,7 +277,10 @@ def _stack(values: LeafValues, leaves: Sequence[int]) -> MatrixStack:
 def _on_stacks(
     operation: Operation, values: LeafValues, stack_of: Mapping[int, Any]
 ) -> tuple[list[Operation], list[Any]]:
-    """Apply an operation to each row of stacks, by `vmap`. Other inputs are shared by all rows."""
+    """Return operations that apply `operation` to each row of stacks, and their outputs.
+
+    `stack_of` has the stack of the values of each key. All rows share the inputs without a stack.
+    """
     stacks = {
         i: stack_of[values.key[x]]
         for i, x in enumerate(operation.inputs)
@@ -295,9 +301,9 @@ def _on_stacks(
 
 
 def _row(operation: Operation, stack: Value, number: int, row: Value) -> list[Operation]:
-    """Make operations that take row `number`, the value `row`, from a stack.
+    """Make the operations that compute the value `row` as row `number` of a stack.
 
-    Their source line is that of `operation`.
+    They get the source line of `operation`.
     """
 
     def index(x: Any) -> Any:

@@ -9,7 +9,9 @@ from .ir import Atom, Block, Loop, Operation, Value
 
 
 class Copies:
-    """Builds a list of operations in which copies of `repeated` stand before their first reader.
+    """Builds a list of operations that read the results of copies of the operations `repeated`.
+
+    A copy stands right before the first operation that reads its result.
 
     Args:
         repeated: the operations to copy, in program order.
@@ -22,15 +24,16 @@ class Copies:
         self.operations: list[Operation] = []
 
     def read(self, value: Value, copied: Operation) -> Atom:
-        """Return the value that a copy of `copied` reads for its input `value`, which has no copy.
+        """Return the value that a copy of `copied` reads in place of its input `value`.
 
-        Here it is `value` itself; a subclass may return another value.
+        It is called for inputs that no operation of `repeated` makes. Here the result is `value`
+        itself; a subclass may return another value.
         """
         del copied
         return value
 
     def add(self, operation: Operation) -> None:
-        """Append an operation, preceded by the copies that it needs; it then reads these copies."""
+        """Append an operation, changed to read copies, after the copies that are still missing."""
         for x in operation.values:
             self._copy(x)
         copies = {x: self.of(x) for x in operation.values}
@@ -64,7 +67,10 @@ class Copies:
 
 
 def _renewed(operation: Operation, inputs: Iterable[Atom]) -> Operation:
-    """Copy an operation so that it makes new values, also in the bodies of loops."""
+    """Return a copy of an operation (with its body, if any) that reads `inputs`.
+
+    It makes new values, since each value has one operation that makes it.
+    """
     outputs = tuple(map(like, operation.outputs))
     operation = dataclasses.replace(operation, inputs=tuple(inputs), outputs=outputs)
     if isinstance(operation, Loop):

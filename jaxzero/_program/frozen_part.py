@@ -109,7 +109,7 @@ def _run(
 
 
 def located(equation: Any, caller: Any) -> contextlib.AbstractContextManager:
-    """Open a context in which new operations get the user's source line, that of `caller`."""
+    """Give operations made in this context the line of `caller` and the scopes of `equation`."""
     scope = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(caller.source_info.traceback, name_stack=scope)
 
@@ -180,7 +180,7 @@ def _remat(params: Any, inputs: list[Any], caller: Any) -> list[Any]:
 
 
 def _sliced(equation: Any, inputs: list[Any]) -> Any:
-    """Apply a slice whose layers are all in one part; return None for any other operation."""
+    """Apply a slice of layers that all lie in one part; return None for any other operation."""
     if equation.primitive.name != "slice":
         return None
     (stack,), params = inputs, equation.params
@@ -259,13 +259,17 @@ def known_part(
 ) -> list[Any]:
     """Compute the values that `rest_part` needs and that do not depend on `active`.
 
-    They depend on both `frozen` and `batch`: values of only one of them are computed again.
+    Each of these values depends on both `frozen` and `batch`. Values that depend on only one of the
+    two are left to `rest_part`.
 
     Args:
         function: `function(active, frozen, batch)`; all are trees of arrays.
         active: the active parameters, of which only shapes and dtypes are used.
         frozen: the frozen parameters.
         batch: the other arguments.
+
+    Returns:
+        The values, in the order that `rest_part` expects.
 
     Raises:
         ValueError: there is no such value; or one of them is random.
@@ -293,6 +297,8 @@ def rest_part(
     saved: Sequence[Any],
 ) -> Any:
     """Return `function(active, frozen, batch)`, using the values `saved` from `known_part`.
+
+    The other arguments are those of `known_part`; here the values of `active` are used too.
 
     Raises:
         ValueError: `saved` is of another function or of other shapes.
@@ -345,7 +351,9 @@ def _dependences(jaxpr: Any, kinds: Sequence[int]) -> dict[Any, int]:
 
 
 def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
-    """Return the known variables that active equations or the outputs read, in order.
+    """Return the variables to save: the known ones that active equations or the outputs read.
+
+    They are the keys of the result, in order. `depends` has the flags of each variable.
 
     Raises:
         ValueError: one of them is random.
@@ -371,10 +379,11 @@ def _read_by_rest(jaxpr: Any, depends: dict[Any, int]) -> dict[Any, None]:
 def _run_part(
     program: _Program, inputs: Sequence[Any], is_run: Callable[[int], bool], known: dict[Any, Any]
 ) -> list[Any]:
-    """Evaluate those equations for whose outputs `is_run(flags)` is true; return the outputs.
+    """Evaluate the equations that `is_run` selects; return the outputs of the program.
 
-    `flags` say what the equation's outputs depend on. Outputs of other equations are read from
-    `known`. Computed variables that are keys of `known` are written to it.
+    `is_run` takes the flags that say what the outputs of an equation depend on. The outputs of an
+    equation that it rejects are read from `known`. Results of evaluated equations are written to
+    `known` if it has their variables as keys.
     """
 
     def apply(equation: Any, args: list[Any]) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Find operations that read a row of a stack, or place one in zeros, at a known index."""
+"""Find operations that read one row of a stack, or place one row in a stack of zeros.
+
+The operations are those of a loop's body. The index of the row is known while tracing, for each
+iteration (`uniform.known_in_body`).
+"""
 
 from __future__ import annotations
 
@@ -37,14 +41,20 @@ class Rows(NamedTuple):
 
 
 class RowRead(NamedTuple):
-    """An operation that reads one row: `operation(stack)` equals `apply(stack[row])`."""
+    """An operation that reads one row: `operation(stack)` equals `apply(stack[row])`.
+
+    `row` runs through `rows`, one in each iteration.
+    """
 
     rows: Rows
     apply: Callable[[Any], Any]
 
 
 class RowPlaced(NamedTuple):
-    """An operation that makes a stack of zeros with `apply(update)` as one of its rows."""
+    """An operation that makes a stack of zeros with `apply(update)` as one of its rows.
+
+    This row runs through `rows`, one in each iteration. `update` is an input of the operation.
+    """
 
     rows: Rows
     update: Atom
@@ -55,7 +65,7 @@ def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int)
     """Find which row an operation of a loop's body reads in each iteration; None if it reads none.
 
     Args:
-        operation: its first input is the stack.
+        operation: a `dynamic_slice` or `gather`, whose first input is the stack.
         shape: the shape of the stack.
         known: known integers of the body, in all iterations.
         num: the number of iterations.
@@ -77,9 +87,9 @@ def row_read(operation: Operation, shape: Sequence[int], known: Known, num: int)
 
 
 def row_placed(operation: Operation, known: Known, num: int) -> RowPlaced | None:
-    """Find which row an operation of a loop's body places in zeros in each iteration, or None.
+    """Find where an operation of a loop's body writes a row in each iteration; None if it does not.
 
-    The caller has to check that the first input is zero.
+    The caller has to check that it writes into zeros: that its first input is zero.
 
     Args:
         operation: a `dynamic_update_slice` or `scatter-add`, or any other.
@@ -133,7 +143,11 @@ def _updated(operation: Operation, known: Known, num: int) -> RowPlaced | None:
 def _starts(
     starts: Sequence[Atom], sizes: Sequence[int], shape: Sequence[int], known: Known, num: int
 ) -> tuple[Rows, list[int]] | None:
-    """Return the rows of a slice, and its starts along other dims; None if not of one row."""
+    """Return the rows that a slice takes, one in each iteration, and its starts along other dims.
+
+    Return None if it takes more than one row, if a start is not known, or if a start along another
+    dim changes between iterations.
+    """
     if sizes[0] != 1:
         return None
     # JAX moves a slice that would reach past the end of an array.
@@ -151,7 +165,7 @@ def _starts(
 
 
 def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
-    """Return a row's index in each iteration, `[num]`; None unless it is one known number."""
+    """Return the value of an index in each iteration, `[num]`; None if unknown or not scalar."""
     array = known.get(atom) if isinstance(atom, Value) else None
     if isinstance(atom, Constant) and (constant := small_integers(atom)) is not None:
         array = np.broadcast_to(constant, (num, *constant.shape))
@@ -159,7 +173,7 @@ def _index(atom: Atom, known: Known, num: int) -> np.ndarray | None:
 
 
 def _rows(index: np.ndarray | None, num_all: int) -> Rows | None:
-    """Return the rows at `index`, one for each iteration; None unless they are neighbours."""
+    """Return the rows at `index`, one in each iteration; None unless it steps by 1 or by -1."""
     if index is None or index.min() < 0 or index.max() >= num_all:
         return None
     start, steps = int(index[0]), np.diff(index.astype(np.int64))

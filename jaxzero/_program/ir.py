@@ -1,8 +1,8 @@
-"""The intermediate representation of a traced program: blocks of operations that can be re-bound.
+"""The intermediate representation of a traced program: blocks of operations that run on arrays.
 
 `trace` makes blocks from functions, `layout_requests` handles what jaxprs contain about meshes, and
-`frozen_part` runs jaxprs. In `_mesh`, `per_device` reads and evaluates jaxprs, and `loop_order`
-orders them for CPUs. Only these modules know jaxprs, so a new JAX release affects only them.
+`frozen_part` runs jaxprs. In `_mesh`, `per_device` reads and evaluates jaxprs, `loop_order` orders
+them for CPUs, and `emission` copies their equations. `tests/test_rooms.py` lists the few others.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ class Operation:
 
     @functools.cached_property
     def products(self) -> int:
-        """The number of multiplications of a matrix product or convolution; else 0."""
+        """The number of multiplications; 0 if this is no matrix product and no convolution."""
         return multiplications(self.equation)
 
     @property
     def where(self) -> str:
         """File, line and function, outside of JAX, that the operation comes from.
 
-        JAX caches the lines in a nested `jit`: there, it is where the outer `jit` is called.
+        In a nested `jit` it is the line that calls the outer `jit`, as JAX caches inner lines.
         """
         callers = (x.source_info for x in (self.caller, self.equation) if x is not None)
         return next(filter(None, map(source_info_util.summarize, callers)), "")
@@ -154,7 +154,7 @@ class Operation:
     def frames(self) -> list[tuple[str, int]]:
         """Files and lines of the Python calls in which the operation was traced, innermost first.
 
-        For an operation in a nested `jit` that was traced before, they are those of the `jit`.
+        In a nested `jit` that was traced before, they are the calls that led to the `jit`.
         """
         inner = _frames(self.equation)
         outer = _frames(self.caller) if self.caller else inner
@@ -172,7 +172,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Barrier(Operation):
-    """An `optimization_barrier` on all inputs, from `jax.checkpoint`."""
+    """An `optimization_barrier` on the inputs of what a `jax.checkpoint` computes again."""
 
     @property
     def has_effects(self) -> bool:
@@ -250,10 +250,10 @@ class Block:
 
 
 def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
-    """Convert a reversed loop so that its body indexes stacks in host memory by an array.
+    """Return the body and stacks of a reversed loop, changed to read host memory in reverse.
 
-    The body would index by the loop's counter. Then XLA before JAX 0.12 silently reads and writes
-    host memory forward in a reversed loop (seen with 0.10.2).
+    The new body indexes stacks in host memory by a scanned array of positions. By the loop's
+    counter, XLA before JAX 0.12 silently reads and writes them forward (seen with 0.10.2).
     """
     leaves, treedef = jax.tree.flatten(stacks)
     host = {i: x for i, x in enumerate(leaves) if in_host(x)}
@@ -275,9 +275,9 @@ def _indexed(body: Callable, stacks: Any, length: int) -> tuple[Callable, Any]:
 
 
 def exchanged_or_effect(operation: Operation) -> str | None:
-    """Return the name of a collective, or of an effect on the host, in an operation; else None.
+    """Return the name of the first collective or host effect in an operation; None without one.
 
-    `axis_index` does not count: it tells a device where it is, and sends nothing.
+    `axis_index` is no collective: it tells a device where it is, and sends nothing.
     """
     for equation in equations_inside(operation.equation):
         if _has_effects(equation) or _exchanged_axes(equation):
@@ -295,7 +295,7 @@ def _has_effects(equation: Any) -> bool:
 
 
 def is_matrix_product(equation: Any) -> bool:
-    """Return whether a `dot_general` multiplies two matrices: no vector, not elementwise."""
+    """Return whether a `dot_general` multiplies matrices, not vectors, and sums over a dim."""
     summed, batch = equation.params["dimension_numbers"]
     shapes = [x.aval.shape for x in equation.invars]
     sizes = [math.prod(shapes[0][i] for i in summed[0])]
@@ -305,14 +305,14 @@ def is_matrix_product(equation: Any) -> bool:
 
 
 def exchanges(operation: Operation) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the name of each collective in an operation, and the mesh axes that it is over."""
+    """Yield each collective in an operation: its name, and the mesh axes over which it runs."""
     for equation in equations_inside(operation.equation):
         if axes := _exchanged_axes(equation):
             yield equation.primitive.name, axes
 
 
 def _exchanged_axes(equation: Any) -> tuple[str, ...]:
-    """Return the mesh axes that a collective is over; `()` for other equations."""
+    """Return the mesh axes over which a collective runs; `()` for other equations."""
     if equation.primitive.name in NAMING_ONLY:
         return ()
     axes = equation.params.get("axis_name", equation.params.get("axes", ()))
@@ -336,7 +336,7 @@ def _frames(equation: Any) -> list[tuple[str, int]]:
 
 
 def scope(equation: Any) -> contextlib.AbstractContextManager:
-    """Open a scope in which new operations get the names of an equation."""
+    """Open a context in which new operations get the name scopes of an equation."""
     name = str(equation.source_info.name_stack)
     return jax.named_scope(name) if name else contextlib.nullcontext()
 
@@ -376,7 +376,7 @@ def _view(operation: Operation) -> movable_ops.Op | None:
 
 
 def _factor(operation: Operation) -> float | None:
-    """Return the constant factor or divisor of an array; None if it is not a known scalar."""
+    """Return the scalar by which an operation multiplies or divides an array; None if unknown."""
     if operation.name == "div" and not isinstance(operation.inputs[1], Constant):
         return None
     constants = [atom.value for atom in operation.inputs if isinstance(atom, Constant)]

@@ -87,7 +87,7 @@ def explaining() -> Iterator[None]:
 
 
 def asks_to_split_over(block: Block, axis: str) -> bool:
-    """Return whether the program requests anywhere that an array be split over a mesh axis."""
+    """Return whether a program has a sharding request that splits an array over `axis`."""
     equations = (x for op in block.operations for x in equations_inside(op.equation))
     requests = (x.params["sharding"] for x in equations if x.primitive.name == _REQUEST)
     specs = [x.spec for x in requests if isinstance(x, NamedSharding)]
@@ -161,7 +161,10 @@ def _checked(equation: Any) -> Any:
 
 
 def _check_stays_in_node(name: str, params: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a collective over `node` in a program of one node."""
+    """Raise `ValueError` if an equation of a one-node program is a collective over `node`.
+
+    `name` is the name of the equation's primitive, and `params` are its parameters.
+    """
     axes = params.get("axes", params.get("axis_name", ()))
     if NODE in (axes if isinstance(axes, tuple | list) else (axes,)) and name != "axis_index":
         raise ValueError(
@@ -172,7 +175,7 @@ def _check_stays_in_node(name: str, params: Mapping[str, Any]) -> None:
 
 
 def _check_callback(equation: Any) -> None:
-    """Raise unless JAX can run the callback in a per-device program, in order if it is ordered."""
+    """Raise unless JAX can run a callback on each device, and in order if it asks for order."""
     name = equation.primitive.name
     others = set(jax.sharding.get_abstract_mesh().axis_names) - {*_OURS}
     if name in ("io_callback", "pure_callback") and others:
@@ -197,9 +200,10 @@ def _num_devices() -> int:
 
 
 def _without(sharding: NamedSharding, name: str) -> NamedSharding:
-    """Remove `node` and `local` from `sharding`. Warn unless they split only dim 0.
+    """Remove `node` and `local` from `sharding`, which the operation `name` requests.
 
-    On dim 0 they change nothing, as its rows are split over devices already.
+    Warn if one of them splits another dim than 0. On dim 0 they change nothing, as its rows are
+    split over devices already.
     """
     entries = []
     for dim, axes in enumerate(axes_of_dims(sharding.spec)):

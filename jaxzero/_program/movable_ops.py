@@ -2,10 +2,10 @@
 
 A weight that is cast, transposed, reshaped or sliced is not needed in full yet. The analysis keeps
 it as its shard and the list of these operations (a `View`). A gradient can also be reduced before
-these operations, which then run on its shard. For this, an operation tells four things: the layout
-of its output, given that of its input (`through`), and the reverse (`back`); the same operation for
-a shard (`on_shard`); the same operation for one layer of a stack, as values pass into `lax.scan`
-(`of_slice`); and for a stack of layers, as values pass out of it (`of_stack`).
+these operations, which then run on its shard. For this, an operation has five methods. `through`
+returns the layout of its output, given that of its input; `back` does the reverse. `on_shard`
+returns the same operation for a shard. `of_slice` returns it for one layer of a stack, as values
+pass into `lax.scan`. `of_stack` returns it for a stack of layers, as values pass out of `lax.scan`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Op(abc.ABC):
         return self
 
     def of_stack(self, num: int) -> Op:
-        """Return the operation that applies this one to each of `num` inputs on a new dim 0."""
+        """Return the operation that applies this one to each of `num` arrays, stacked on dim 0."""
         return self
 
 
@@ -193,7 +193,7 @@ class Broadcast(Op):
         return layout.moved(dim) if self.shape[dim] == layout.size else None
 
     def back(self, layout, shape):
-        # Reducing before a broadcast is safe only if it adds dims of size 1: others repeat values.
+        # A gradient may be reduced before a broadcast only if that repeats no values.
         if math.prod(shape) != math.prod(self.shape):
             return None
         return super().back(layout, shape)
@@ -326,8 +326,8 @@ def before_gather(
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Split a view's operations into those to run on the shard and those to run after the gather.
 
-    Only the leading operations that can run on a shard are candidates for the first part. It ends
-    with the last of them that reduces the bytes to send.
+    Only the leading operations that can run on a shard are candidates for the first part. The first
+    part ends with the last candidate that reduces the bytes to send.
     """
     ops = casts_first(ops)
     cut = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def multiplications(equation: Any) -> int:
-    """Count the scalar multiplications of a jaxpr equation; 0 if it is no matrix product."""
+    """Count the multiplications of an equation; 0 if no matrix product and no convolution."""
     name, params = equation.primitive.name, equation.params
     if name == "conv_general_dilated":
         kernel, numbers = equation.invars[1].aval.shape, params["dimension_numbers"]

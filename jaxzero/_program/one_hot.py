@@ -30,7 +30,10 @@ _CASTS = {"convert_element_type"}
 
 
 class _OneHot(NamedTuple):
-    """Vectors along `dim` that are 1 at `ids` and 0 elsewhere. `ids` are constant along `dim`."""
+    """An array of `shape` that is 1 where its index along `dim` equals `ids`, and 0 elsewhere.
+
+    `ids` has as many dims as `shape`, and is constant along `dim`.
+    """
 
     ids: Value
     dim: int
@@ -41,14 +44,14 @@ class _OneHot(NamedTuple):
         return [dim for dim in range(len(self.shape)) if dim != self.dim]
 
     def indices(self, ids: Any) -> Any:
-        """Return the ids in the form that `gather` takes, `[*others, 1]`."""
+        """Return the array `ids` as `gather` takes it: without `dim`, and with a last dim of 1."""
         ids = lax.squeeze(lax.slice_in_dim(ids, 0, 1, axis=self.dim), (self.dim,))
         shape = tuple(self.shape[dim] for dim in self.others)
         return jnp.broadcast_to(ids, shape)[..., None]
 
 
 def with_lookups(block: Block, weights: Mapping[Value, int], gradients: Mapping[int, int]) -> Block:
-    """Replace products of one-hot vectors with some of a program's weights by lookups.
+    """Replace products of one-hot vectors with weights by lookups; return the new program.
 
     Args:
         block: the program.
@@ -71,7 +74,8 @@ def _rewritten(
         block: a program, or the body of a loop.
         views: the inputs of the block that are tables.
         roots: the outputs of the block that are gradients of tables, or sums that become gradients.
-        outside: for inputs of a body that count (`iota`), the operations outside that make them.
+        outside: for a loop's body, the operations around the loop, by the values that they make.
+            An input of the body that counts 0, 1, 2, ... (an `iota`) is a key too.
     """
     views, new, makers = dict(views), [], {**outside, **block.makers}
     sums, of_loops = _sums(block, roots)
@@ -98,11 +102,11 @@ def _rewritten(
 
 
 def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation, list[Atom]]]:
-    """Find the values whose sum is a root, also in loops that carry such a sum.
+    """Find the values that are added up to `roots`, also in loops that carry such a sum.
 
     Returns:
-        The values of this block; and for each loop that carries such a sum, the outputs of its body
-        that are the sum.
+        The roots, partial sums and terms in this block; and for each loop that carries such a sum,
+        the outputs of its body that are the sum.
     """
     sums: set[Any] = set()
     of_loops: dict[Operation, list[Atom]] = {}
@@ -126,7 +130,10 @@ def _sums(block: Block, roots: Sequence[Atom]) -> tuple[set[Any], dict[Operation
 def _read(
     operation: Operation, views: Mapping[Any, TableView], makers: Mapping[Any, Operation]
 ) -> list[Operation] | None:
-    """Return the lookup that replaces a product of one-hot vectors and a table, or None."""
+    """Return the lookup that replaces a product of one-hot vectors and a table.
+
+    Return None if `operation` is no such product.
+    """
     contracted, batch = operation.equation.params["dimension_numbers"]
     for at in (0, 1):
         table, one_hot = operation.inputs[at], _one_hot(operation.inputs[1 - at], makers)
@@ -139,7 +146,7 @@ def _read(
 
 
 def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) -> Any:
-    """Look up rows: `[*ids, *row]`, or `[*row, *ids]` with `rows_first`."""
+    """Look up rows of `table` at `ids`: `[*ids, *row]`, or `[*row, *ids]` with `rows_first`."""
     num, row = len(one_hot.others), table.shape[1:]
     windows = tuple(range(num, num + len(row)))
     numbers = lax.GatherDimensionNumbers(windows, (0,), (0,))
@@ -149,7 +156,10 @@ def _rows(one_hot: _OneHot, dtype: Any, rows_first: bool, table: Any, ids: Any) 
 
 
 def _added(operation: Operation, makers: Mapping[Any, Operation]) -> list[Operation] | None:
-    """Return the `scatter-add` that replaces a product of one-hot vectors with cotangents."""
+    """Return the `scatter-add` that replaces a product of one-hot vectors with cotangents.
+
+    Return None if `operation` is no such product, and no transpose of one.
+    """
     product, out = operation, operation.outputs[0]
     order = [*range(len(out.shape))]
     if operation.name == "transpose":
@@ -193,7 +203,7 @@ def _sum_of_rows(
 
 
 def _in_place(operation: Operation, function: Callable, inputs: Sequence[Atom]) -> list[Operation]:
-    """Trace `function` to operations that make the output of `operation`, to replace it."""
+    """Trace `function` to operations that replace `operation`: they make its output."""
     *others, last = rewritten(operation, function, inputs)[0]
     return [*others, dataclasses.replace(last, outputs=operation.outputs)]
 
@@ -218,7 +228,7 @@ def _one_hot(x: Atom, makers: Mapping[Any, Operation]) -> _OneHot | None:
 
 
 def _counting_dim(x: Atom, makers: Mapping[Any, Operation]) -> int | None:
-    """Return the dim along which an array counts 0, 1, 2, ..., if it varies along no other."""
+    """Return the dim along which an array counts 0, 1, 2, ...; None if it varies along another."""
     if isinstance(x, Constant):
         if is_traced(x.value) or math.prod(shape_of(x)) != max(shape_of(x), default=0):
             return None

@@ -76,7 +76,7 @@ def is_elementwise(operation: Operation) -> bool:
 
 
 def may_be_copied(operation: Operation) -> bool:
-    """Return whether an operation may be bound again: it is no barrier, collective or effect."""
+    """Return whether an operation may run twice: no loop, barrier or collective, no effects."""
     is_plain = type(operation) is Operation  # subclasses do not compute their equation
     return is_plain and not (operation.has_effects or operation.name in _MOVES)
 
@@ -84,10 +84,10 @@ def may_be_copied(operation: Operation) -> bool:
 def is_costly(operation: Operation) -> bool:
     """Return whether an operation takes long enough for a collective to overlap with it.
 
-    XLA writes the results of costly operations to memory anyway, so a tie to them costs nothing. A
-    product that sums nothing, or one factor of which has no dims of its own (in the state of
-    Mamba), is not costly: XLA fuses it with the operations around it. XLA also fuses functions that
-    have their own derivative (`jax.custom_jvp`), if nothing in them is costly.
+    XLA writes the results of costly operations to memory anyway, so a barrier on these costs
+    nothing. XLA fuses other operations with those around them. A product that sums nothing, or one
+    factor of which has no dims of its own (the state of Mamba), is such an operation. A function
+    with its own derivative (`jax.custom_jvp`) is one too, if nothing in it is costly.
     """
     if operation.name in ("custom_jvp_call", "custom_vjp_call"):
         return any(map(_is_costly, equations_inside(operation.equation)))
@@ -164,7 +164,7 @@ class LayerForm(NamedTuple):
 
 
 def layer_form(operation: Operation) -> LayerForm | None:
-    """Return `operation` converted to one layer of its outputs (stacks along dim 0), or None."""
+    """Return the form of `operation` for one layer of its outputs (along dim 0); None if none."""
     outputs, params = operation.outputs, operation.equation.params
     if not outputs or not all(out.is_array and out.shape for out in outputs):
         return None
@@ -190,10 +190,10 @@ def layer_form(operation: Operation) -> LayerForm | None:
 
 
 def reduction_over_layers(operation: Operation) -> tuple[Callable, Callable] | None:
-    """Split a reduction over layers and other dims in two; return None for any other operation.
+    """Split a reduction over layers and other dims into two functions; None for other operations.
 
     Returns:
-        The reduction of one layer; and the reduction, over layers, of the stack of its results.
+        A function that reduces one layer; one that reduces the stack of its results over layers.
     """
     axes = operation.equation.params.get("axes", ())
     if operation.name not in REDUCTIONS or 0 not in axes or len(axes) < 2:
@@ -202,7 +202,7 @@ def reduction_over_layers(operation: Operation) -> tuple[Callable, Callable] | N
 
 
 def _bound(operation: Operation, **changes: Any) -> Callable:
-    """Return an operation's primitive, with parameters changed, as a function of inputs."""
+    """Return a function that applies the primitive of an operation with changed parameters."""
     primitive = operation.equation.primitive
     params = {**operation.equation.params, **changes}
     return lambda *inputs: primitive.bind(*inputs, **params)
@@ -264,7 +264,7 @@ def _along(operation: Operation, name: str) -> LayerForm | None:
 
 
 def _product(operation: Operation) -> LayerForm | None:
-    """Return the form of a product with layers as first batch dim, or of a stack with a matrix."""
+    """Return the layer form of a product of two stacks, or of a stack and a matrix; or None."""
     (left, right), (left_batch, right_batch) = operation.equation.params["dimension_numbers"]
     left, left_batch = _less_one(left), _less_one(left_batch)
     if left_batch and left_batch[0] == -1 and right_batch[0] == 0:
@@ -307,7 +307,7 @@ def carried_sums(loop: Loop, starts: Callable[[Atom], bool]) -> dict[int, Carrie
 
     Args:
         loop: the loop.
-        starts: whether a sum may start from a given value outside of the loop, such as zero.
+        starts: returns whether a sum may start from a value outside of the loop, such as zero.
     """
     body, sums = loop.body, {}
     readers: dict[Atom, list[int]] = {atom: [] for atom in (*body.inputs, *body.outputs)}
@@ -368,8 +368,8 @@ class Fork(Operation):
 class Branch(Loop):
     """A branch of a `cond`: a loop that runs once or not at all, and scans nothing.
 
-    The carry is the branch's results, followed by a boolean: whether the branch runs. If it does
-    not run, it returns the carry that it is given.
+    The carry is the branch's results, followed by a boolean: whether the branch runs. A branch that
+    does not run returns the carry that it is given.
     """
 
     operands: tuple[Atom, ...] = ()  # what any branch of the `cond` reads

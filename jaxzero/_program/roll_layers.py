@@ -51,7 +51,10 @@ def with_rolled_layers(
 
 
 class _Rolled:
-    """A program whose unrolled layers run in one scan."""
+    """A program whose unrolled layers run in one scan.
+
+    A *place* (`Place`) names a value that every layer computes, by its operation and its output.
+    """
 
     def __init__(self, layers: LayersOf, window: Window):
         self.layers = layers
@@ -70,7 +73,7 @@ class _Rolled:
         self.after = [x for x in others if x not in ran]
         wanted = {x for operation in self.after for x in operation.values}
         wanted.update(x for x in layers.block.outputs if isinstance(x, Value))
-        # The values of layers that operations after them read: at places, and those of weights.
+        # Operations after the layers read values at places, and values of weights alone.
         self.places = {x: place[x] for x in place if x in wanted}
         carried = [x for x, _ in window.carried]
         last = layers.length - 1
@@ -86,7 +89,7 @@ class _Rolled:
         self.keys = list(dict.fromkeys(self.weights.values()))
 
     def _before(self) -> list[Operation]:
-        """Return the operations whose results the layers read, in order."""
+        """Return the operations that compute what layers read from outside, in program order."""
         layers, window = self.layers, self.window
         atoms: list[Any] = [x for _, x in window.carried]
         atoms += [x for operation in layers.picks for x in operation.outputs]
@@ -115,6 +118,9 @@ class _Rolled:
 
     def _scan(self, known: dict[Atom, Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Run the layers in one scan, or in two if the first layers are arrays of their own.
+
+        Args:
+            known: the arrays of the values from outside that the layers read.
 
         Returns:
             The carry after the last layer; a stack over layers of the value at each place in
@@ -169,7 +175,11 @@ class _Rolled:
 
 
 class _Weights:
-    """Computes, in one iteration, the values that are made of that layer's weights alone."""
+    """Computes values that depend on one layer's weights alone, in that layer's iteration.
+
+    It is called with the first layer's value, and returns that of the layer whose weights are
+    `rows`.
+    """
 
     def __init__(self, layers: LayersOf, rows: dict[int, Any]):
         self._layers = layers
@@ -204,7 +214,7 @@ def _value(atom: Atom, known: dict[Atom, Any]) -> Any:
 
 
 def _typed(x: Any, dtype: Any) -> Any:
-    """Convert `x`, which may be a Python number, to an array of `dtype`; leave random keys."""
+    """Convert `x`, such as a Python number, to an array of `dtype`; return random keys as is."""
     return x if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.asarray(x, dtype)
 
 

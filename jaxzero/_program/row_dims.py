@@ -1,6 +1,7 @@
-"""Rules for operations that move, join, cut or reduce dims. A rule returns each result's state.
+"""Rules for operations that move, join, cut or reduce dims.
 
-A state says how a value depends on the rows of the batch: see `row_states`.
+A state says how a value depends on the rows of the batch: see `row_states`. A rule gets these rows,
+an operation and the states of its inputs, and returns the states of its outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from .row_states import (
 
 
 def moved(state: State, places: Mapping[int, int], **changes: Any) -> State:
-    """Return the state after dims move to `places`; dims that are not in `places` are gone."""
+    """Return the state of a value after its dims have moved.
+
+    Args:
+        state: the state of the value before.
+        places: for each dim that is left, its new index.
+        changes: other fields of the state to replace.
+    """
     if not state.rows and not state.noise and state.index is None and not changes:
         return state
     rows = {dim if dim < 0 else places[dim]: x for dim, x in state.rows if dim < 0 or dim in places}
@@ -103,10 +110,10 @@ def reshape(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def cut(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `slice` and `split`: a result depends on rows as the input does if none are cut off.
+    """Rule of `slice` and `split`: a result keeps the state of the input if it has all its rows.
 
-    That is so if no dim with rows is cut, or if a dim is cut between blocks each of which has all
-    rows of the dim. Otherwise the state of the result is unknown.
+    A result has all rows if no dim with rows is cut. A dim that repeats all rows in several blocks
+    may be cut between two blocks. Otherwise the state of the result is unknown.
     """
     params, shape = operation.equation.params, shape_of(operation.inputs[0])
     if operation.name == "split":
@@ -143,7 +150,7 @@ def concatenate(rows: Rows, operation: Operation, states: Sequence[State]) -> li
     parts = [x.parts(axis) for x in states]
     joined = next((x for x in parts if x is not None), None)
     if joined is not None:
-        # Blocks of all rows, one after the other; the others have no rows.
+        # The result is blocks of all rows, one after the other, and inputs without rows.
         block = joined[1:] if not joined[0][1] else joined
         size = math.prod(x for x, _ in block)
         is_same = all(x is None or x in (block, joined) or x[1:] == block for x in parts)
@@ -227,7 +234,10 @@ def _is_over_rows(before: State, after: State, rows: Rows) -> bool:
 
 
 def along(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of sorts, top-k and cumulative sums, which combine elements along one dim."""
+    """Rule of sorts, top-k and cumulative sums, which combine elements along one dim.
+
+    A mixing is found if that dim has the rows.
+    """
     params, shape = operation.equation.params, shape_of(operation.inputs[0])
     axis = params.get("dimension", params.get("axis"))
     axis = len(shape) - 1 if axis is None or operation.name.endswith("top_k") else int(axis)
@@ -291,7 +301,10 @@ def dot(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State
 
 
 def _may_place(rows: Rows, operation: Operation, kept: Sequence[State]) -> bool:
-    """Return whether a product over rows may be a permutation of rows, by a matrix of 0 and 1."""
+    """Return whether a product that sums over rows may only permute them, by a 0-1 matrix.
+
+    `kept` has the states of both factors, with their dims at their places in the product.
+    """
     depends = {dim for x in kept for dim, _ in x.rows}
     sizes = enumerate(operation.outputs[0].shape)
     return any(size % rows.num == 0 for dim, size in sizes if dim not in depends)
@@ -315,7 +328,7 @@ def convolution(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def windows(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `reduce_window` and the like, whose windows lie within one row."""
+    """Rule of reductions over windows. The result is unknown if a window has several rows."""
     params = operation.equation.params
     sizes, steps = params["window_dimensions"], params["window_strides"]
     for dim, _ in states[0].rows:
@@ -329,7 +342,10 @@ def windows(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def batched(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of matrix decompositions and transforms, which combine the last dims of each array."""
+    """Rule of matrix decompositions and FFTs.
+
+    The result is unknown if they combine elements of several rows, or read a sum over rows.
+    """
     params = operation.equation.params
     last = len(params["fft_lengths"]) if operation.name == "fft" else 2
     shapes = [shape_of(x) for x in operation.inputs]

@@ -1,6 +1,7 @@
-"""Rules for lookups, writes at indices, and random bits. A rule returns the states of results.
+"""Rules for lookups, writes at indices, and random bits.
 
-A state says how a value depends on the rows of the batch: see `row_states`.
+A state says how a value depends on the rows of the batch: see `row_states`. A rule gets these rows,
+an operation and the states of its inputs, and returns the states of its outputs.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def gather(rows: Rows, operation: Operation, states: Sequence[State]) -> list[St
 
 
 def _index_dim(indices: State, index_map: Sequence[int], dim: int) -> int | None:
-    """Return the dim along which `indices` count 0, 1, ... through dim `dim`, or None."""
+    """Return the dim of `indices` along which the indices into dim `dim` count 0, 1, ..., or None.
+
+    `index_map` has, for each column of the indices, the dim of the operand that it indexes.
+    """
     if indices.index is None or dim not in map(int, index_map):
         return None
     at, columns = indices.index
@@ -118,7 +122,7 @@ def scatter(rows: Rows, operation: Operation, states: Sequence[State]) -> list[S
 
 
 def slice_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `dynamic_slice`. The result is unknown if the slice cuts a dim with rows."""
+    """Rule of `dynamic_slice`. The result is unknown if rows are cut off or decide the start."""
     operand, *starts = states
     shape, sizes = shape_of(operation.inputs[0]), operation.equation.params["slice_sizes"]
     is_cut = any(dim >= 0 and sizes[dim] != shape[dim] for dim, _ in operand.rows)
@@ -128,7 +132,7 @@ def slice_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[
 
 
 def write_at(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of `dynamic_update_slice`. The result is unknown if it writes a part of the rows."""
+    """Rule of `dynamic_update_slice`. The result is unknown if only some rows are written."""
     operand, updates, *starts = states
     shape, update_shape = (shape_of(operation.inputs[i]) for i in (0, 1))
     changed = {*operand.rows, *updates.rows}
@@ -159,6 +163,6 @@ def random_bits(rows: Rows, operation: Operation, states: Sequence[State]) -> li
 
 
 def key(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of operations that make a key. It differs between devices if an input does."""
+    """Rule of operations that make a random key: it differs between devices if an input does."""
     differs = any(x.depends or x.differs or not x.is_known for x in states)
     return [State(differs=differs)] * len(operation.outputs)

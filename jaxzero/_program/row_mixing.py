@@ -5,7 +5,7 @@ rows if the loss is a mean of rows. So the rows are followed through all operati
 program. `row_states` says how a value depends on rows; `row_rules`, `row_dims` and `row_lookups`
 say how operations change that. A `Mixing` is found where rows meet, except in sums that reach the
 loss linearly, and unless a collective over all devices follows. Nothing is said about results of
-operations without a rule: each mixing that is found is one, but others may be missed.
+operations without a rule, so that no mixing is reported wrongly; but mixings may be missed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _ORIGINS = {"axis_index", "iota", "random_bits"}  # not constant, although their
 
 @dataclasses.dataclass(frozen=True)
 class RowInput:
-    """An input of a program that has rows, or differs between devices or micro-batches.
+    """A program's input that has rows, or that differs between devices or micro-batches.
 
     Attributes:
         dim: the dim that is split over devices; None: the input has no rows.
@@ -114,7 +114,7 @@ def find_mixings(
 
 
 def _of_output(state: State) -> frozenset[Mixing]:
-    """Return the mixings of an output. If it has rows, its sums over rows are mixings too."""
+    """Return the mixings of an output: those of its state and, if it has rows, a mixing per sum."""
     sums = state.sums if state.rows else ()
     return state.mixings.union(
         Mixing("statistic", x.operation, x.operation, x.is_mean) for x in sums
@@ -177,7 +177,7 @@ class _Walk:
         return [unknown(*given)] * len(operation.outputs)
 
     def inside(self, operation: Operation, read: Any) -> Any:
-        """Return `read(operation)`: the blocks in an operation. It is called once for each."""
+        """Return `read(operation)`, the blocks in an operation; call `read` once for each."""
         if id(operation) not in self.blocks:
             self.blocks[id(operation)] = read(operation)
         return self.blocks[id(operation)]
@@ -228,12 +228,15 @@ def _keeps_shape(operation: Operation) -> bool:
 
 
 def _has_blocks(operation: Operation) -> bool:
-    """Return whether an operation runs blocks of its own, in which random bits may be drawn."""
+    """Return whether an operation has blocks of its own, which may draw random bits."""
     return isinstance(operation, Loop) or operation.name in ("cond", "while")
 
 
 def _layer(state: State, level: int) -> State:
-    """Return the state of one layer of a stack, as a loop's body reads it. The loop scans dim 0."""
+    """Return the state of one layer of a stack, as a loop's body reads it. The loop scans dim 0.
+
+    If dim 0 has rows, the row of the iteration gets `level`, a negative number, in place of a dim.
+    """
     if state is CONSTANT:
         return state
     places = {dim: dim - 1 for dim in range(1, 64)}  # of all dims that an array can have
@@ -244,7 +247,10 @@ def _layer(state: State, level: int) -> State:
 
 
 def _stacked(state: State, level: int) -> State:
-    """Return the state of a stack of a body's outputs, one from each iteration of a loop."""
+    """Return the state of a stack of a body's outputs, one from each iteration of a loop.
+
+    If an output depends on the row of its iteration, which has number `level`, dim 0 has the rows.
+    """
     if state is CONSTANT:
         return state
     rows = {dim if dim < 0 else dim + 1: parts for dim, parts in state.rows}
@@ -255,7 +261,10 @@ def _stacked(state: State, level: int) -> State:
 
 
 def _added(state: State, loop: Loop, level: int, rows: Rows) -> State:
-    """Return the state of a carry after a loop over rows: a sum if it depends on each row."""
+    """Return the state of a carried value after a loop, given its `state` after one iteration.
+
+    It is a sum over rows if `state` has the row of the iteration, which has number `level`.
+    """
     if state.parts(level) is None:
         return state
     rest = tuple(x for x in state.rows if x[0] != level)

@@ -1,9 +1,10 @@
-"""Rules for elementwise operations and collectives. A rule returns the states of results.
+"""Rules for elementwise operations and collectives.
 
-A rule gets the states of the inputs. Elementwise operations are in four groups, by what they do to
-sums over rows: operations that keep the result linear in them, products, quotients, and the rest.
-The rules of operations that move or join dims are in `row_dims`. The result of an operation without
-a rule is `unknown`.
+A rule gets the rows of the batch, an operation and the states of its inputs (`row_states`). It
+returns the states of the operation's outputs. Elementwise operations are in four groups, by what
+they do to sums over rows: operations whose result is linear in these sums, products, quotients, and
+the rest. The rules of operations that move or join dims are in `row_dims`. The result of an
+operation without a rule is `unknown`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ IDENTITIES = {
 
 
 def joined_rows(states: Sequence[State]) -> tuple[tuple[int, Parts], ...]:
-    """Return the dims with rows of an elementwise result of arrays of one shape.
+    """Return the dims with rows of an elementwise result, given the states of its inputs.
 
     Raises:
         NotAligned: different rows meet.
@@ -86,7 +87,16 @@ def combined(
     sums: frozenset[Sum],
     mixings: Iterable[Mixing] = (),
 ) -> State:
-    """Return the state of a value that is computed from all of `states` and has rows in `dims`."""
+    """Return the state of a value that is computed from all of `states` and has rows in `dims`.
+
+    Args:
+        rows: the rows of the batch.
+        operation: the operation that makes the value.
+        states: the states of its inputs, with their dims at their places in the value.
+        dims: the dims of the value that have rows, with their parts.
+        sums: the sums over rows that the value is linear in.
+        mixings: those that the operation adds to the mixings of its inputs.
+    """
     all_mixings = {*mixings}.union(*(x.mixings for x in states))
     differs = any(x.differs for x in states)
     if not all(x.is_known for x in states):
@@ -137,7 +147,7 @@ def linear(rows: Rows, operation: Operation, states: Sequence[State]) -> State:
 
 
 def _index(operation: Operation, states: Sequence[State]) -> Any:
-    """Return `State.index` after casts, and after JAX's `where(i < 0, i + size, i)` of an index."""
+    """Return `State.index` of a result: after a cast, or JAX's `where(i < 0, i + size, i)`."""
     if operation.name == "select_n":
         return states[1].index
     return states[0].index if operation.name in _LINEAR and len(states) == 1 else None
@@ -146,7 +156,7 @@ def _index(operation: Operation, states: Sequence[State]) -> Any:
 def _sums(
     operation: Operation, states: Sequence[State], has_rows: bool
 ) -> tuple[frozenset[Sum], list[Mixing]]:
-    """Return the sums that a result is linear in; and a mixing for each other use of a sum."""
+    """Return the sums over rows that a result is linear in; and mixings for its other sums."""
     every = frozenset().union(*(x.sums for x in states))
     name = operation.name
     if name in _LINEAR:
@@ -178,9 +188,10 @@ def mixed(kind: str, sums: Iterable[Sum], operation: Operation) -> list[Mixing]:
 
 
 def _with_factor(operation: Operation, states: Sequence[State], state: State) -> State:
-    """Refine the mixings of a product in which a function of sums, `1 / max(sum, 1)`, is a factor.
+    """Return the state of a product or quotient, with a more exact kind for some mixings.
 
-    Depending on the other factor, such a mixing becomes a statistic, a ratio or a product.
+    If one factor is a function of sums, such as `1 / max(sum, 1)`, and the other depends on rows,
+    the mixing of the function gets the kind "statistic", "ratio" or "product".
     """
     if not state.mixings:
         return state
@@ -206,7 +217,7 @@ def _with_factor(operation: Operation, states: Sequence[State], state: State) ->
 
 
 def collective(rows: Rows, operation: Operation, states: Sequence[State]) -> list[State]:
-    """Rule of a collective. Over all axes of rows, its results are equal on all devices."""
+    """Rule of a collective. One over all axes that split rows returns the same on all devices."""
     params = operation.equation.params
     axes = params.get("axis_name", params.get("axes", ()))
     axes = frozenset(axes if isinstance(axes, tuple | list) else (axes,))

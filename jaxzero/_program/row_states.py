@@ -2,9 +2,9 @@
 
 The `n` rows of one call on a device may be a dim of an array, a part of a dim (after a reshape that
 merged dims), or several dims (after one that split it). So each dim is written as *parts*, from the
-major to the minor part. A part is `(size, stride)`: its index times `stride` is what it adds to the
-number of the row, so a stride of 0 says that it has no rows. `[n, t]` merged to one dim is `((n,
-1), (t, 0))`. `[n]` cut into groups of 4 rows is two dims, `((n / 4, 4),)` and `((4, 1),)`.
+major to the minor part. A part is `(size, stride)`: index `i` along a part adds `i * stride` to the
+number of the row, so a part of stride 0 has no rows. `[n, t]` merged to one dim is `((n, 1), (t,
+0))`. `[n]` cut into groups of 4 rows is two dims, `((n / 4, 4),)` and `((4, 1),)`.
 
 The part with `size * stride == n` is the *outer* one. While a value has the outer part, each
 element belongs to one group of neighbouring rows. A sum over other parts adds up rows inside a
@@ -30,7 +30,10 @@ class Mixing:
     Sums and means over rows are no mixings, as long as the result is linear in them (see `Sum`).
 
     Attributes:
-        kind: "statistic", "function", "product", "ratio", "pairs", "order", "extreme" or "key".
+        kind: "statistic": a sum over rows is combined with rows again; "function": a function of a
+            sum; "product" or "ratio" of two sums; "pairs": values of two rows meet; "order": a sort
+            of rows; "extreme": another reduction of rows, such as a maximum; "key": all devices
+            draw equal random bits.
         source: the operation over rows, such as a sum; for "ratio" and "pairs" the one where two
             values meet; for "key" the one that draws random bits.
         at: the operation that uses what `source` makes.
@@ -45,7 +48,7 @@ class Mixing:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A sum over all rows of a device. The value whose `State` has it is linear in this sum."""
+    """A sum over all rows of a device. A value is linear in the sums of its `State`."""
 
     operation: Any
     is_mean: bool = False  # whether it is divided by a number
@@ -140,7 +143,7 @@ def simplified(parts: Parts) -> Parts:
 
 
 def has_outer(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
-    """Return whether one of these dims has the outer part of `n` rows."""
+    """Return whether one of the dims `rows` has the outer part of `n` rows."""
     return any(size * stride == n for _, parts in rows for size, stride in parts)
 
 
@@ -151,7 +154,7 @@ def is_paired(rows: Sequence[tuple[int, Parts]], n: int) -> bool:
 
 
 def merged(left: Parts | None, right: Parts | None) -> Parts | None:
-    """Return the parts of a dim of an elementwise result, from those of both inputs.
+    """Return the parts of a dim of an elementwise result, given the parts in both inputs.
 
     Raises:
         NotAligned: different rows of the two inputs meet.
@@ -191,7 +194,9 @@ def _num_ones(sizes: Iterable[int]) -> int:
 
 
 def reshaped(rows: Mapping[int, Parts], old: Sequence[int], new: Sequence[int], n: int) -> Any:
-    """Return the dims with rows after a reshape of `n` rows from shape `old` to `new`.
+    """Return the parts of the dims after a reshape from shape `old` to `new`, by dim.
+
+    `rows` has the parts of dims with rows before the reshape, by dim; `n` is the number of rows.
 
     Raises:
         NotAligned: the new dims cut across parts.

@@ -73,7 +73,7 @@ def same_constants(a: Constant, b: Constant) -> bool:
 
 
 def input_dtypes(operation: Operation) -> list[Any]:
-    """Return the dtypes of an operation's inputs as traced. (A Python number has none itself.)"""
+    """Return the dtypes of an operation's inputs, also the dtypes that Python numbers got."""
     return [x.aval.dtype for x in operation.equation.invars]
 
 
@@ -83,7 +83,7 @@ def reads_refs(block: Block) -> bool:
 
 
 def flat_block(program: OpenProgram) -> Block:
-    """Return the operations of a program that is still to be differentiated.
+    """Return a traced program as a block that can still be differentiated.
 
     A checkpoint, a loop or a function with its own derivative rule stays one operation. Calls of
     `jit` are inlined. Constants of the program are constants of the block.
@@ -105,7 +105,10 @@ def _append_as_it_is(
 
 
 class _Comparison:
-    """A comparison of two values, which may refer to themselves through closures."""
+    """Compares two values, such as parameters of primitives, by `same`.
+
+    A value may refer to itself, as a recursive function does through its closure.
+    """
 
     def __init__(self):
         # Pairs under comparison, by identity; keeping the values alive keeps identities unique.

@@ -61,7 +61,7 @@ class _Block:
     Args:
         block: a program, or the body of a loop.
         weights: the inputs of the block that are sharded weights, or layers of them.
-        given: returns the inputs that are known integers; called only if they are needed.
+        given: returns the known integers among the inputs; called only if they are needed.
     """
 
     def __init__(self, block: Block, weights: Collection[Value], given: Callable[[], Known]):
@@ -146,9 +146,9 @@ class _LoopOfBlock:
         return [*before, loop, *after]
 
     def _reads(self) -> list[_Read]:
-        """Return the body's reads of rows of stacks of weights.
+        """Return the operations of the body that read one row of a stack of weights.
 
-        Reads of a stack that the body also uses in another way are left out.
+        They are left out if the body also uses the same stack in another way.
         """
         loop, fixed = self.loop, self.outer.fixed
         constants = list(zip(loop.inputs, loop.body.inputs, strict=True))[: loop.num_constants]
@@ -183,9 +183,9 @@ class _LoopOfBlock:
         return [read for read in reads if read.stack not in others]
 
     def _scan(self, read: _Read, before: list[Operation]) -> None:
-        """Let the loop scan the rows that an operation of its body reads.
+        """Let the loop scan the rows that an operation of its body reads by index.
 
-        Operations that make a stack of these rows are appended to `before`.
+        Operations that make a stack of these rows are appended to `before`, to run before the loop.
         """
         outside = self.loop.inputs[self.loop.body.inputs.index(read.stack)]
         assert isinstance(outside, Value)
@@ -206,9 +206,11 @@ class _LoopOfBlock:
         self.editor.replace(read.operation.outputs[0], inside)
 
     def _row_sums(self) -> dict[int, dict[Rows, Atom]]:
-        """Return, for each carried sum by index of the carry, the rows that an iteration adds.
+        """Find the carried sums to which each iteration adds single rows (and zeros elsewhere).
 
-        Only sums are included to which each iteration adds stacks that are zero except in one row.
+        Returns:
+            For each such sum, by its index in the carry, the rows that are added: a map from where
+            a row lies in all iterations (`Rows`) to the value of the row in the body.
         """
         row_sums = {}
         if not any(x.name in _PLACES for x in self.loop.body.operations):
@@ -220,7 +222,10 @@ class _LoopOfBlock:
         return row_sums
 
     def _placed(self, value: Value) -> dict[Rows, Atom] | None:
-        """Return the rows of a stack that is zero elsewhere; None for any other value."""
+        """Return the rows of a stack that is zero elsewhere; None for any other value.
+
+        The result maps where a row lies in all iterations (`Rows`) to its value in the body.
+        """
         operation = self.loop.body.makers.get(value)
         if operation is None:
             return None
@@ -263,13 +268,13 @@ class _LoopOfBlock:
 
 
 def _of_layer(operation: Operation) -> Op | None:
-    """Return a movable operation on a stack as one on a layer; None for any other operation."""
+    """Return the form of a movable operation for one layer of its input; None if none."""
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
 
 
 def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
-    """Remove the carried sums at `positions` from a loop, which stacks their terms instead."""
+    """Return a loop without the carried sums at `positions`, whose terms it stacks instead."""
 
     def kept(atoms: tuple, first: int) -> tuple:
         return tuple(x for i, x in enumerate(atoms) if i - first not in positions)
@@ -289,9 +294,10 @@ def _without_carry(loop: Loop, positions: Collection[int]) -> Loop:
 
 
 def _placed_after(loop: Loop, stacks: Mapping[Rows, Value], out: Value) -> list[Operation]:
-    """Make the operations that compute `out`, a sum of stacks, after the loop.
+    """Make the operations that compute `out` after the loop.
 
-    Each stack has the rows that the loop has stacked, and zeros elsewhere.
+    `stacks` has the rows that the loop stacks, by their places in `out`. Rows with the same place
+    are added up; rows without a place in any stack are zero.
     """
 
     def place(*stacked: Any) -> Any:

@@ -59,7 +59,7 @@ class LoopEditor:
         self._layers.update(stacked[loop.num_carry :])
 
     def layer(self, atom: Atom, behind: Mapping[Value, Operation] | None = None) -> Atom:
-        """Return the layer, in this iteration, of a stack outside of the loop.
+        """Return the body's value for this iteration's layer of a stack outside of the loop.
 
         Args:
             atom: the stack.
@@ -86,7 +86,7 @@ class LoopEditor:
         return self._layers[atom]
 
     def whole(self, atom: Atom) -> Atom:
-        """Return the value in the body that is the whole of an array outside of the loop."""
+        """Return the body's input for the whole array `atom` outside of the loop; add it if new."""
         if isinstance(atom, Constant):
             return atom
         if atom not in self._whole:
@@ -96,13 +96,16 @@ class LoopEditor:
     def emit(
         self, operation: Operation, function: Callable, inputs: Sequence[Atom], last: bool = False
     ) -> list[Atom]:
-        """Trace a function into the body, at the line of `operation`; return its outputs."""
+        """Trace a function into the body, at the line of `operation`; return its outputs.
+
+        If `last`, it runs after the body's old operations, otherwise before them.
+        """
         made, outputs = rewritten(operation, function, inputs)
         (self._after if last else self._before).extend(made)
         return outputs
 
     def stacked(self, inside: Atom) -> Value:
-        """Add an output to the loop that stacks a value of the body; return it."""
+        """Add an output to the loop that stacks a value of the body; return the output."""
         shape = (self.loop.length, *shape_of(inside))
         outside = Value(jax.ShapeDtypeStruct(shape, dtype_of(inside)))
         self._outputs.append((inside, outside))
@@ -134,7 +137,7 @@ class LoopEditor:
         )
 
     def _apply(self, operation: Operation, behind: Mapping[Value, Operation] | None) -> None:
-        """Compute the layers of an operation's outputs in the body."""
+        """Compute in the body the layers of what an operation outside of the loop makes."""
         form = self.values.form(operation)
         assert form is not None
         inputs = [
@@ -146,7 +149,7 @@ class LoopEditor:
             self._layers[value] = inside
 
     def _copy(self, saved: Saved, behind: Mapping[Value, Operation] | None) -> Atom:
-        """Compute in this body a value that another loop's body computes from weights."""
+        """Copy into this body what another loop's body computes from weights; return the result."""
         loop, first = saved.loop, saved.loop.first_stack
         outside = {x: i for i, x in enumerate(loop.body.inputs)}
         copies: dict[Atom, Atom] = {}
@@ -205,7 +208,7 @@ class _Sinking:
         self.loops = [(i, x) for i, x in enumerate(block.operations) if isinstance(x, Loop)]
 
     def scanned(self, number: int) -> None:
-        """Compute the layers of the stacks that loop `number` scans in the body of that loop."""
+        """Let loop `number` compute layers of stacks in its body, and not scan the stacks."""
         index, loop = self.loops[number]
         sunk = {inside: outside for outside, inside in loop.stacks if self.values.is_lazy(outside)}
         if not sunk:
@@ -261,7 +264,7 @@ class _Sinking:
         self._set_in_order(_substituted(block, moved))
 
     def _set_in_order(self, block: Block) -> bool:
-        """Put the operations of `block` in order and take it; return False if no order works."""
+        """Go on with `block`, its operations put in order; return False if no order works."""
         ordered = _in_order(block)
         if ordered is not None:
             self.set(ordered)
@@ -316,7 +319,7 @@ class _Behind:
         return True
 
     def ends(self, gradients: Sequence[Atom]) -> list[Value]:
-        """Return the last values on the way to `gradients` that the loop can compute."""
+        """Return the values that the loop should compute for `gradients`: the last that it can."""
         last: dict[Value, None] = {}
         pending, seen = list(gradients), set()
         while pending:
@@ -334,7 +337,7 @@ class _Behind:
         return list(last)
 
     def _is_needed(self, value: Value) -> bool:
-        """Return whether a reduction over devices cannot move before operations up to `value`."""
+        """Return whether gradients cannot be reduced before `value` is made of them."""
         pending, seen = [value], set()
         while pending:
             atom = pending.pop()
@@ -353,7 +356,7 @@ class _Behind:
 
 
 def _passes_reductions(operation: Operation) -> bool:
-    """Return whether `_plan` can reduce over devices before this operation, not after it."""
+    """Return whether `_plan` can reduce the inputs of an operation in place of its output."""
     if operation.name in ADDITIONS:
         return True
     op, source = operation.view(), operation.source
@@ -364,7 +367,7 @@ def _passes_reductions(operation: Operation) -> bool:
 
 
 def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
-    """Replace the operations at the indices in `changes` by the lists there."""
+    """Replace the operation at each index in `changes` by the operations that it maps to."""
     operations = []
     for index, operation in enumerate(block.operations):
         operations += changes.get(index, [operation])
@@ -372,16 +375,15 @@ def _with(block: Block, changes: Mapping[int, Sequence[Operation]]) -> Block:
 
 
 def _substituted(block: Block, moved: Mapping[Atom, Value]) -> Block:
-    """Replace values by `moved`, where operations read them and among the block's outputs."""
+    """Let operations read, and the block return, `moved[x]` in place of each value `x` in it."""
     outputs = tuple(moved.get(x, x) for x in block.outputs)
     return Block(block.inputs, outputs, tuple(x.reading(moved) for x in block.operations))
 
 
 def _in_order(block: Block) -> Block | None:
-    """Reorder the operations, as little as needed, so that each follows the ones it reads from.
+    """Reorder the operations, as little as needed, so that values are made before they are read.
 
-    Return None if there is no such order, or if a loop or an operation with an effect would have to
-    change places.
+    Return None if there is no such order, or if loops or effects would have to change places.
     """
     computed: set[Atom] = {*block.inputs}
     ordered: list[Operation] = []

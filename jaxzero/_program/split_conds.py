@@ -39,9 +39,9 @@ class Passed(NamedTuple):
 
 
 def passed_on(block: Block, out: Atom) -> Passed | None:
-    """Return the input and the movable operations that make the value `out` of a block, or None.
+    """Return the input that a block passes on as `out`, with the movable operations; or None.
 
-    A loop passes on a stack if its body passes on each layer of it.
+    A loop passes on a stack if its body passes on each layer of the stack.
     """
     ops: tuple[Op, ...] = ()
     while isinstance(out, Value) and out in block.makers:
@@ -61,7 +61,7 @@ def passed_on(block: Block, out: Atom) -> Passed | None:
 
 
 def _stack(loop: Loop, number: int) -> Passed | None:
-    """Return the stack that a loop scans and passes on, by layer, as output `number`; or None."""
+    """Return the stack that a loop passes on, layer by layer, as output `number`; None if none."""
     passed = passed_on(loop.body, loop.body.outputs[number])
     if number < loop.num_carry or passed is None:
         return None
@@ -128,7 +128,7 @@ class _Splitter:
     def block(self) -> Block:
         """Split the `cond`s of the block, also inside loops and branches; return the new block.
 
-        If there is nothing to split, it is the same block.
+        If there is nothing to split, the result is the old block itself.
         """
         conds = self._to_split()
         added = _without_saved(conds.values())
@@ -168,7 +168,7 @@ class _Splitter:
         return loop if body is loop.body else dataclasses.replace(loop, body=body)
 
     def _to_split(self) -> dict[Operation, _Cond]:
-        """Return the `cond`s to split. Those of one index (forward, backward) split together."""
+        """Return the `cond`s to split. Of `cond`s with one index, all or none are split."""
         sizes: dict[Atom, int] = {}
         conds = []
         for operation in self.given.operations:
@@ -185,7 +185,10 @@ class _Splitter:
         return isinstance(index, Value) and index not in self.uniform
 
     def _num_bytes(self, operation: Operation) -> int:
-        """Return the bytes of weights that a `cond` reads, or of their gradients; 0 for others."""
+        """Return the bytes of weights that a `cond` reads, or of gradients that it makes, if more.
+
+        They are 0 for any other operation.
+        """
         if operation.name != "cond" or isinstance(operation, Loop):
             return 0
         read = {x for x in operation.inputs[1:] if isinstance(x, Value) and self.fixed.of(x)}
@@ -220,13 +223,17 @@ class _Cond:
 
 
 def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
-    """Let branches read weights directly that the same branch of an earlier `cond` passes on.
+    """Let a branch read a weight itself, not the copy that an earlier `cond` returned.
 
     Differentiation makes two `cond`s of the same index, one for forward and one for backward. The
-    first returns the values that backward reads: also weights, which would then be held whole.
+    first returns the values that backward reads. A weight among these would be held whole. So
+    `operands` of the second is changed to the weight that the first reads.
+
+    Args:
+        conds: the `cond`s of a block, in program order.
 
     Returns:
-        For a `cond`, operations on weights to run before it.
+        For each `cond` that needs any, the movable operations on weights to run before it.
     """
     saved: dict[tuple[Atom, int, Value], tuple[Atom, tuple[Op, ...]]] = {}
     added: dict[Operation, list[Operation]] = {}
@@ -251,7 +258,10 @@ def _without_saved(conds: Iterable[_Cond]) -> dict[Operation, list[Operation]]:
 def _drop_unread(
     block: Block, conds: Mapping[Operation, _Cond], added: Mapping[Operation, list[Operation]]
 ) -> None:
-    """Drop the results of `cond`s that nothing reads, and the operations that compute them."""
+    """Drop from `conds` the results that nothing reads, and the operations that compute these.
+
+    `added` has the operations to run before each `cond`.
+    """
     live = {*block.outputs}
     for operation in reversed(block.operations):
         if operation not in conds:
@@ -275,7 +285,10 @@ def _drop_unread(
 
 
 def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
-    """Make the operations that replace a `cond`."""
+    """Make the branches that replace a `cond`, and the other operations that these need.
+
+    Results with one of the shapes `shapes` are taken for gradients of weights.
+    """
     operation, index = cond.operation, cond.operation.inputs[0]
     outputs = [operation.outputs[i] for i in cond.results]
     emitted: list[Operation] = []
@@ -314,7 +327,7 @@ def _split(cond: _Cond, shapes: Collection[tuple[int, ...]]) -> list[Operation]:
 
 
 def _is_taken(number: int, num: int, index: Any) -> Any:
-    """Return whether branch `number` of `num` runs. An index out of range takes the last one."""
+    """Return whether branch `number` of `num` runs. An index out of range runs the last."""
     if number < num - 1:
         return index == number
     return (index < 0) | (index >= number)
@@ -323,7 +336,7 @@ def _is_taken(number: int, num: int, index: Any) -> Any:
 def _branch(
     cond: _Cond, number: int, results: list[int], is_sum: list[bool], carry: list[Atom]
 ) -> Branch:
-    """Make one branch. It adds to results that are sums over branches, and makes the other results.
+    """Make a branch. It adds to results that are sums over branches, and replaces other results.
 
     Args:
         cond: the `cond`.
@@ -356,6 +369,6 @@ def _branch(
 
 
 def _renamed(operation: Operation, moved: dict[Atom, Value]) -> Operation:
-    """Replace values by `moved` among the inputs and outputs of an operation."""
+    """Replace each value `x` in `moved` by `moved[x]`, as input and output of an operation."""
     outputs = tuple(moved.get(x, x) for x in operation.outputs)
     return dataclasses.replace(operation.reading(moved), outputs=outputs)

@@ -39,6 +39,8 @@ Wait = Callable[[Any], Any]
 class TableOperations:
     """The functions that replace the lookups of one table.
 
+    Ids of a lookup are `[n, k]`: each of `n` results is the sum of `k` rows.
+
     Attributes:
         shard: the shape and dtype of a shard of the table.
         total: the shape and dtype of a shard of its gradient.
@@ -53,9 +55,9 @@ class TableOperations:
             devices, the cotangents `[n, *row]`, the `Lookup`, and two functions that let an array
             wait, before it is sent over the first axis and before the other axes.
         is_large: returns whether a lookup must wait for the previous large one, so that only one
-            lookup holds the rows of all devices at a time. Its cotangents are small until they have
-            been sent over the first axis; that is done while those of the previous lookup are
-            added.
+            lookup holds the rows of all devices at a time. Cotangents are small until they have
+            been sent over the first axis, so a lookup's are sent over it while those of the
+            previous lookup are added.
     """
 
     shard: jax.ShapeDtypeStruct
@@ -69,7 +71,7 @@ class TableOperations:
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The functions of all tables, and what the tables share.
+    """The functions of each table, the function that sends ids, and the sizes of mesh axes.
 
     Attributes:
         tables: the tables to rewrite, by number.
@@ -173,7 +175,7 @@ class _BlockRewriter:
         return Block(inputs, outputs, tuple(self.made))
 
     def _read(self, lookup: Lookup, number: int) -> None:
-        """Append an operation that reads the rows of `lookup` from shards."""
+        """Append an operation that reads the rows of `lookup` from shards of table `number`."""
         table, shard = self.tables[number], self.shards[number]
         is_large = table.is_large(lookup)
         waits_for = self.large[-1:] if is_large else []
@@ -190,7 +192,10 @@ class _BlockRewriter:
         self.large += [sent] if is_large else []
 
     def _add(self, gradient: TableGradient, number: int) -> None:
-        """Append, at the end, an operation that adds all rows to a shard of a gradient."""
+        """Append an operation that adds all rows of a gradient to a shard of it.
+
+        `number` is that of the table.
+        """
         table, adds = self.tables[number], gradient.adds
         starts = [] if gradient.before is None else [self.new[gradient.before]]
         starts += [self.totals[number, loop, i] for loop, i, _ in gradient.loops]
@@ -220,7 +225,10 @@ class _BlockRewriter:
         self.large += [done] if is_large else []
 
     def _ids(self, lookup: Lookup, number: int, *, back: bool) -> Value:
-        """Return the ids of all devices. They are sent here, unless they have been sent before."""
+        """Return the ids of a lookup on all devices; append their exchange if there is none yet.
+
+        `number` is that of the table. `back` says whether cotangents are added, or rows read.
+        """
         axes = self.tables[number].axes(back)
         key = number, lookup.ids, lookup.kept, axes
         if key not in self.ids:
@@ -277,7 +285,10 @@ class _BlockRewriter:
         return {*hoisted}
 
     def _loop(self, loop: Any, read: Mapping[int, TableView]) -> None:
-        """Append a loop, rewritten if it reads tables or sums up their gradients."""
+        """Append a loop, rewritten if it reads tables or sums up their gradients.
+
+        `read` has the tables among its inputs, by position.
+        """
         sums = {
             i: (position, inside)
             for i, gradient in self.gradients.items()
@@ -309,14 +320,14 @@ class _BlockRewriter:
         outputs: tuple[Value, ...],
         run: Callable[..., Sequence[Any]],
     ) -> None:
-        """Append a function as an operation, with the source line of `operation`."""
+        """Append an operation that runs the function `run`, with the line of `operation`."""
         equation, caller = operation.equation, operation.caller
         made = Replaced(name, tuple(inputs), outputs, equation, caller=caller, run=run)
         self.made.append(made)
 
 
 def _must_stay(operation: Operation) -> bool:
-    """Return whether an operation cannot run earlier, or costs too much to be moved."""
+    """Return whether an operation may not, or should not, run before earlier operations."""
     is_barrier = isinstance(operation, Barrier | Loop)
     return is_barrier or operation.has_effects or is_costly(operation)
 

@@ -37,7 +37,8 @@ class Lookup:
         dtypes: the dtypes to which rows are cast, in turn. If rows are read, the last is the dtype
             of `array`. If cotangents are added, the last is the dtype in which they are sent.
         rows: the dims of `array` that are those of a row, in order.
-        kept: the dims of the ids that `array` has, in order. It sums over, or repeats, the others.
+        kept: the dims of the ids that `array` has, in order. Reads sum over the other dims, and
+            additions repeat `array` along them.
         done: the operations (casts, a sum) that make `array` from the rows.
         trips: how often it runs in a step, loops around it included.
     """
@@ -110,7 +111,7 @@ class TableGradient:
         root: the gradient, or the sum.
         before: in a loop's body, the sum before an iteration.
         adds: the rows that are added.
-        loops: the loops that sum up rows, with the index of the sum among their outputs.
+        loops: loops that sum up rows, the index of the sum in outputs, and how a body adds to it.
         done: additions and casts on the way to `root`.
     """
 
@@ -170,7 +171,7 @@ def find_gradients(block: Block, outputs: Mapping[int, int]) -> dict[int, TableG
 
 
 def views_after(operation: Operation, views: Mapping[Any, TableView]) -> dict[Value, TableView]:
-    """Return the outputs of a barrier or cast that are views of tables, as its inputs are."""
+    """Return the outputs of a barrier or cast that are views of tables, each with its view."""
     if isinstance(operation, Barrier):
         pairs = zip(operation.inputs, operation.outputs, strict=True)
         return {out: views[x] for x, out in pairs if x in views}
@@ -240,7 +241,7 @@ def _walk(
 
 
 def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient | None:
-    """Follow a sum of rows from its result to its terms; return None if a term is no rows."""
+    """Find the terms of the sum `root`; return None unless all are rows, or the carry `before`."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
     gradient = TableGradient(root, before)
@@ -278,7 +279,7 @@ def _gradient(block: Block, root: Value, before: Value | None) -> TableGradient 
 
 
 def _carried(loop: Loop, position: int) -> TableGradient | None:
-    """Return the rows that a loop adds to output `position`, if that is a carried sum of rows."""
+    """Return how a loop adds rows to its output `position`; None if that is no sum of rows."""
     if position >= loop.num_carry:
         return None
     result = loop.body.outputs[position]
@@ -294,7 +295,7 @@ def _read(
 ) -> Lookup:
     """Return the lookup of a `gather`, with the casts and the sum of rows after it.
 
-    They are included only if nothing else reads the rows.
+    Casts and sum are included only if nothing else reads the rows.
     """
     array = operation.outputs[0]
     numbers = operation.equation.params["dimension_numbers"]
@@ -325,7 +326,7 @@ def _read(
 
 
 def _added(block: Block, operation: Operation) -> Lookup:
-    """Return the lookup of a `scatter-add`, with the casts and the repetition before it."""
+    """Return the lookup of a `scatter-add`, with the casts and the broadcast before it."""
     array = operation.inputs[2]
     assert isinstance(array, Value)
     numbers = operation.equation.params["dimension_numbers"]

@@ -26,15 +26,16 @@ Casts = tuple[Operation, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """The lookups of a weight, and the terms of its gradient.
+    """A weight that gets a twin: its lookups, and the terms of its gradient.
 
     Attributes:
         weight: the number of the weight.
         lookups: the `gather`s of the weight, each with the casts of the weight before it.
         output: the index of the weight's gradient among the outputs; None if it has none.
-        rows: the terms of the gradient that add rows, and the casts after each.
-        others: the other terms, and the casts after each.
-        addition: one of the additions of the terms; None if there is no gradient.
+        rows: the terms of the gradient that add rows, each with the casts after it.
+        others: the other terms, each with the casts after it.
+        addition: an operation that adds up terms, of which copies add up the terms of each of the
+            two gradients; None if there is no gradient.
     """
 
     weight: int
@@ -115,7 +116,7 @@ def with_twins(
 
 
 def _with_terms(twin: Twin, block: Block, output: int) -> Twin:
-    """Fill in the terms of the gradient at output `output` of the block."""
+    """Return a twin with the terms of its gradient, which is output `output` of the block."""
     counts = Counter(x for operation in block.operations for x in operation.inputs)
     counts.update(block.outputs)
     rows, others, addition = [], [], None
@@ -158,7 +159,10 @@ def _cast(atom: Atom, casts: Casts, made: list[Operation]) -> Atom:
 def _sum(
     terms: Iterable[tuple[Atom, Casts]], addition: Operation | None, made: list[Operation]
 ) -> Atom:
-    """Add up terms after their casts; append the new operations to `made`."""
+    """Return the sum of terms after their casts; append the new operations to `made`.
+
+    Copies of `addition` add up the terms.
+    """
     total, *others = (_cast(x, casts, made) for x, casts in terms)
     for term in others:
         assert addition is not None and isinstance(term, Value)
@@ -171,7 +175,10 @@ def _sum(
 def _in_order(
     inputs: Iterable[Value], old: Iterable[Operation], made: Iterable[Operation]
 ) -> tuple[Operation, ...]:
-    """Merge new operations `made` into `old`, each as soon as its inputs exist."""
+    """Insert the operations `made` into the list `old`, each as soon as its inputs exist.
+
+    `inputs` are those of the block.
+    """
     operations: list[Operation] = []
     ready, waiting = {*inputs}, [*made]
 

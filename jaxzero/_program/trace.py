@@ -44,7 +44,7 @@ _ALIAS = {"copy", "copy_p", "name"}  # their output is their only input
 
 @dataclasses.dataclass(frozen=True)
 class OpenProgram:
-    """A traced function, apart from the arrays that it closes over.
+    """A traced function: its jaxpr, and the arrays that it closes over, which the jaxpr takes.
 
     Attributes:
         jaxpr: takes the constants and the arguments.
@@ -103,7 +103,7 @@ def trace(function: Callable, *avals: Any) -> tuple[Block, OpenProgram]:
         avals: `ShapeDtypeStruct`s or arrays, of which only shape and dtype are used.
 
     Returns:
-        The block, and the trace that it is made of.
+        The block, and the `OpenProgram` that it is made of.
     """
     with explaining():
         program = open_program(function, *map(bare, avals))
@@ -251,7 +251,7 @@ def inline(
     caller: Any = None,
     append: Callable[..., Sequence[Atom]] = _append,
 ) -> list[Atom]:
-    """Append the operations of `jaxpr` to `operations`, by `append`; return the outputs."""
+    """Let `append` add each equation of a jaxpr to `operations`; return the jaxpr's outputs."""
 
     def apply(equation: Any, args: list[Atom]) -> Sequence[Atom]:
         name, params = equation.primitive.name, equation.params
@@ -264,12 +264,12 @@ def inline(
 
 
 def branch_blocks(operation: Operation) -> list[Block]:
-    """Return the branches of a `cond`, as blocks of its inputs without the first, the index."""
+    """Return the branches of a `cond` as blocks, which take its inputs but for the index."""
     return [without_dead_code(_block(branch)) for branch in operation.equation.params["branches"]]
 
 
 def while_body(operation: Operation) -> tuple[Block, int, int]:
-    """Return the body of a `while`, and the numbers of constants of its condition and its body.
+    """Return the body of a `while`, and how many constants its condition and its body have.
 
     The operation's inputs are the constants of the condition, those of the body, and the carry.
     """
@@ -279,7 +279,7 @@ def while_body(operation: Operation) -> tuple[Block, int, int]:
 
 
 def called_block(operation: Operation) -> Block | None:
-    """Return the block that a `custom_jvp`, `custom_vjp` or `jit` with shardings calls, or None."""
+    """Return the block that a `custom_jvp`, `custom_vjp` or `jit` calls; else None."""
     if (key := {**CALLS, **_WITH_RULES}.get(operation.name)) is None:
         return None
     return without_dead_code(_block(operation.equation.params[key]))
@@ -294,7 +294,7 @@ def has_shardings(params: dict[str, Any]) -> bool:
 def _barrier(equation: Any, inputs: list[Atom], operations: list[Operation]) -> list[Atom]:
     """Append a barrier on the inputs of a recomputation; return the inputs after the barrier.
 
-    Without it XLA would merge the recomputation with the first computation.
+    Without a barrier XLA would merge the recomputation with the first computation.
     """
     prevent_cse = equation.params["prevent_cse"]
     prevent_cse = (prevent_cse,) * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse

@@ -83,7 +83,7 @@ def known_in_body(
     Args:
         loop: the loop.
         known: the known integers outside of the loop.
-        most: nothing is known in a loop of more iterations, or of none.
+        most: nothing is found in a loop of more iterations, or of none.
 
     Returns:
         For each known integer its values in all iterations, `[length, *shape]`. They are in the
@@ -121,8 +121,8 @@ def _iterations(
     """Run a loop's iterations on known integers, assuming that the inputs `carried` stay known.
 
     Returns:
-        The values that are known in all iterations; and, if the assumption fails, those of
-        `carried` that do not stay known.
+        The values that are known in all iterations; and the inputs of `carried` that do not stay
+        known. If there are any of these, the first result is empty.
     """
     body, first = loop.body, loop.first_stack
     constants = {x: outside[i] for i, x in enumerate(body.inputs[: loop.num_constants])}
@@ -251,7 +251,8 @@ def values_made_of(block: Block, given: Iterable[Value]) -> set[Atom]:
 class _Rule(NamedTuple):
     """A rule for what counts as known: some constants, and the results of some operations.
 
-    The results of an operation are known if `operation` accepts it and all its inputs are known.
+    A constant is known if `constant` accepts it. The results of an operation are known if
+    `operation` accepts it and all its inputs are known.
     """
 
     constant: Callable[[Constant], bool]

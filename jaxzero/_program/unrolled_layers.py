@@ -8,6 +8,10 @@ operations are, in order:
 All layers compute the same function (`Kinds`) of their weights, of results of the previous layer,
 and of values from outside. Operations that read weights of one layer and nothing else, such as
 casts, may stand anywhere. A stack may be two arrays, one of which has the first layers.
+
+A `Place` names a value of a layer by its operation and output. A `Read` says where an operation of
+a layer gets an input: from a place in this layer ("inside") or the previous one ("carry"), from
+this layer's weights, from outside ("same" for all layers), or from a "stack" of values for layers.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ Read = tuple[str, Any]
 
 
 class StackPart(NamedTuple):
-    """An array that has all layers of a stack, or some.
+    """An array that has all layers of a stack, or some of them.
 
     Attributes:
         stack: a number that names the stack.
@@ -48,8 +52,8 @@ class LayersOf:
             computed alike.
         of_key: for each key, the first value that has it.
         rows: for each of these values that is a row of a stack, the name of the stack.
-        picks: operations that take one layer's part of an array that is no weight, such as keys.
-        rest: the other operations, in order.
+        picks: slices that take one layer's part of an array that is no weight, such as keys.
+        rest: the operations that neither make one of these values nor are picks, in order.
     """
 
     def __init__(self, block: Block, parts: Mapping[Value, StackPart]):
@@ -88,7 +92,11 @@ class LayersOf:
         self.rest = [x for x in self.rest if x not in self.picks]
 
     def _find_picks(self) -> set[Operation]:
-        """Return slices of arrays that are sliced in as many ways as there are layers, or more."""
+        """Return the slices that take one layer's part of an array that is no weight.
+
+        An array counts as having such parts if at least as many different slices of it are taken
+        as there are layers.
+        """
         of_layers = {*self.parts}
         slices: dict[Atom, dict[Any, list[Operation]]] = {}
         for operation in self.block.operations:
@@ -110,7 +118,7 @@ class LayersOf:
         return numbers.pop() if len(numbers) == 1 else None
 
     def window(self) -> Window:
-        """Find where the layers are in `rest`.
+        """Find the operations of the layers in `rest`.
 
         Raises:
             NotImplementedError: the layers are not alike.
@@ -134,7 +142,7 @@ class LayersOf:
         return _find_window(self, places)
 
     def segments(self) -> list[tuple[int, int]]:
-        """Return ranges `(start, end)` of layers; in each, one array per stack has all layers."""
+        """Return ranges `(start, end)` of layers that every stack has in one array."""
         starts = sorted({part.first for part in self.parts.values()})
         return [*zip(starts, [*starts[1:], self.length], strict=True)]
 
@@ -144,10 +152,10 @@ class LayersOf:
         Args:
             start: the first layer.
             end: the layer after the last.
-            known: the arrays of values.
+            known: for each value, its array.
 
         Returns:
-            By the name of the stack, an array of these layers.
+            For the name of each stack, an array of these layers.
         """
         by_stack = {}
         for value, (stack, first) in self.parts.items():
@@ -156,7 +164,10 @@ class LayersOf:
         return by_stack
 
     def _first_row(self, operation: Operation) -> int | None:
-        """Return the (first) layer that an operation takes out of a stack; None for others."""
+        """Return the layer that a slice takes out of a stack, or the first of an `unstack`.
+
+        Return None for other operations.
+        """
         source, op = operation.inputs[0] if operation.inputs else None, operation.view()
         if not isinstance(source, Value) or source not in self.parts:
             return None
@@ -220,9 +231,9 @@ class Window:
     Attributes:
         start: the index of the first operation of the first layer.
         size: the number of operations of a layer.
-        reads: for each operation of a layer, where each of its inputs comes from.
-        carried: the values that a layer reads from the previous one. Each is the place in the
-            previous layer, and the atom that the first layer reads instead.
+        reads: for each operation of a layer, a `Read` of each input.
+        carried: for each value that a layer reads from the previous one, its place in the previous
+            layer, and the atom that the first layer reads instead.
     """
 
     start: int
@@ -232,7 +243,10 @@ class Window:
 
 
 def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
-    """Find the range of the layers' operations. `places` are the reads of each layer's weights."""
+    """Find the range of the layers' operations.
+
+    `places` has, for each layer, the indices in `layers.rest` of operations that read its weights.
+    """
     num = min(map(len, places))
     sizes: dict[int, list[int]] = {}
     for j in range(num):
@@ -260,7 +274,7 @@ def _find_window(layers: LayersOf, places: Sequence[Sequence[int]]) -> Window:
         # Explain the window that holds for the most operations: it is most likely the layers.
         _, why = max(problems, key=lambda x: x[0], default=(0, _first_difference(layers, places)))
         raise NotImplementedError(_not_alike(why))
-    # The boundary between two layers is where the least passes from one to the next.
+    # The boundary between two layers is where the fewest bytes pass from one to the next.
     return min(windows, key=lambda x: sum(_num_bytes(layers, x, place) for place, _ in x.carried))
 
 
@@ -270,7 +284,10 @@ def _num_bytes(layers: LayersOf, window: Window, place: Place) -> int:
 
 
 def _first_difference(layers: LayersOf, places: Sequence[Sequence[int]]) -> str:
-    """Say at which line a layer reads its weights in another way than the first layer."""
+    """Return a text that says where a layer reads its weights otherwise than the first layer.
+
+    `places` is as for `_find_window`.
+    """
     for number, positions in enumerate(places[1:], 1):
         for i, j in zip(places[0], positions, strict=False):
             if layers.kind(layers.rest[i]) != layers.kind(layers.rest[j]):
@@ -301,7 +318,11 @@ def _named(layers: LayersOf, i: int, j: int, number: int) -> str:
 def _difference_of_kinds(
     layers: LayersOf, kinds: Sequence[int], start: int, size: int
 ) -> tuple[int, str] | None:
-    """Return the first operation that differs from that of the previous layer, and how, or None."""
+    """Compare each operation of a layer with that of the previous layer.
+
+    `kinds` has the number (`Kinds`) of each operation of `layers.rest`. The result is how many
+    operations precede the first that differs, and a text that says how; None if none differs.
+    """
     for i in range(start + size, start + layers.length * size):
         if kinds[i] != kinds[i - size]:
             return i - start, _named(layers, i - size, i, (i - start) // size)
@@ -347,7 +368,11 @@ def _read(
     atoms: tuple[Atom, ...],
     carried: dict[tuple[Place, Atom], int],
 ) -> Read | None:
-    """Return where an input, `atoms[i]` in layer `i`, comes from; None if layers differ."""
+    """Return where an input, `atoms[i]` in layer `i`, comes from; None if layers differ.
+
+    `made` has the layer and the place of each value that layers make. A value that one layer reads
+    from the previous one is added to `carried`, with its index.
+    """
     places = [made.get(x) if isinstance(x, Value) else None for x in atoms]
     if any(x in layers.number for x in atoms):
         numbers = [layers.number.get(x) for x in atoms if isinstance(x, Value)]

@@ -5,9 +5,9 @@ they are needed. A loop's body can compute one layer of a fixed stack from layer
 that the stack need not exist (`StackValues`).
 
 A masked or normalised weight is as large as the weight. Differentiation keeps it for backward, so a
-model with unrolled layers would hold those of all layers at once. `recompute_in_backward` lets
-backward compute these values again: their weights are gathered again, and dropped after their last
-use.
+model with unrolled layers would hold the masked weights of all layers at once.
+`recompute_in_backward` lets backward compute these again: the weights are gathered again, and
+dropped after their last use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fixed:
     Attributes:
         weights: for each fixed value, the weights that it is computed from; empty for constants.
         views: fixed values that are a weight after movable operations, as in `Operation.view`.
-        makers: for each value, the operation that makes it, with its index.
+        makers: for each value, the index of the operation that makes it, and this operation.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class StackValues:
         return known and source is not None and self.is_layered(source)
 
     def is_free(self, atom: Atom, sliced: bool) -> bool:
-        """Return whether a loop's body can read an atom without a large array being made for it.
+        """Return whether no large array has to be made if a loop's body reads an atom.
 
         `sliced` says that the loop scans the atom, so that each iteration reads one layer.
         """
@@ -232,7 +232,7 @@ class StackValues:
         return self._saved[value]
 
     def is_of_weights(self, value: Value) -> bool:
-        """Return whether a value is a large stack that a loop makes of weights, and no view."""
+        """Return whether a value is a large stack that a loop makes of weights, but no view."""
         loop = self.maker(value)
         if not isinstance(loop, Loop) or (i := loop.outputs.index(value)) < loop.num_carry:
             return False
@@ -240,7 +240,7 @@ class StackValues:
         return isinstance(out, Value) and out not in body.views and is_large(body, out)
 
     def innermost_maker(self, value: Value) -> Operation:
-        """Return the operation that makes a value; for a stack of a loop, the one in its body."""
+        """Return the operation that makes a value; if a loop does, the operation in its body."""
         operation = self.fixed.makers[value][1]
         if isinstance(operation, Loop):
             out = operation.body.outputs[operation.outputs.index(value)]
@@ -279,7 +279,7 @@ class StackValues:
 
 
 def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
-    """Return the operations that a value is computed by, in program order."""
+    """Return the operations that compute a value from the block's inputs, in program order."""
     by_index: dict[int, Operation] = {}
     pending: list[Atom] = [out]
     while pending:
@@ -295,7 +295,7 @@ def _cone(fixed: Fixed, out: Value) -> tuple[Operation, ...]:
 def kept_values(
     block: Block, weights: Collection[Value], last_forward: int | None
 ) -> list[tuple[Value, Operation]]:
-    """Find large values that are computed from weights alone and kept, and the operation of each.
+    """Find the large values made of weights alone that a program keeps, and what makes each.
 
     Args:
         block: a program.
@@ -303,7 +303,8 @@ def kept_values(
         last_forward: the index of the last operation of forward; None in a loop's body.
 
     Returns:
-        Values of forward that backward reads, and stacks that a loop computes from weights alone.
+        Values of forward that backward reads, and stacks that a loop computes from weights alone;
+        each with the operation that makes it.
     """
     values = StackValues(fixed_of(block, weights))
     read_by = {x: i for i, operation in enumerate(block.operations) for x in operation.inputs}
@@ -323,7 +324,7 @@ def kept_values(
 
 
 def recompute_in_backward(block: Block, weights: Collection[Value], loss: Value) -> Block:
-    """Compute large values of weights alone again in backward, right before their first use.
+    """Let backward compute large values of weights again, right before it first reads them.
 
     Args:
         block: the program.

@@ -114,7 +114,10 @@ def _elements(row: Row) -> int:
 
 
 class _Layers:
-    """Finds the leaves in a report that belong to layers, and sums bytes of layers and the rest."""
+    """Finds the leaves of a report that belong to layers, and sums bytes per layer and outside.
+
+    Sums are `_Size`s: `layer` is the sum of one layer, `rest` that of all leaves outside of layers.
+    """
 
     def __init__(self, report: ReportData):
         self.report = report
@@ -128,22 +131,22 @@ class _Layers:
             )
 
     def size(self, amount: Callable[[Row], int], rows: Iterable[Row]) -> _Size:
-        """Sum `amount` over rows: over those of one layer, and over those outside of the layers."""
+        """Sum `amount(row)` over rows, separately for layers and for the rest."""
         return self._split((row.path, amount(row)) for row in rows)
 
     def of_rows(self, memory: str) -> _Size:
-        """Return the bytes of all rows in one memory: field "device_bytes" or "host_bytes"."""
+        """Sum the field `memory` over all rows: "device_bytes" or "host_bytes"."""
         return self.size(lambda row: getattr(row, memory), self.report.rows)
 
     def copied_whole(self) -> _Size:
-        """Return the bytes in device memory of offloaded leaves that a step copies in full."""
+        """Sum the bytes in device memory of those offloaded leaves that a step copies in full."""
         traffic = self.report.host_traffic
         whole = traffic.whole if traffic else ()
         largest = {(x.purpose, x.name): x.num_bytes for x in whole}
         return self._split((name, size) for (_, name), size in largest.items())
 
     def slices(self, plan: Plan) -> _Size:
-        """Return the bytes of node slices (hpZ), divided in proportion to the split parameters."""
+        """Sum the bytes of node slices (hpZ), which are attributed to parameters by their size."""
         split = [x for x in self.report.rows if x.kind == "parameters" and x.dim is not None]
         total = sum(row.total_bytes for row in split)
         if not plan.slice_bytes or not total:
@@ -181,10 +184,10 @@ def _scanned(plan: Plan | None) -> dict[str, int]:
 
 
 def _numbered(rows: Iterable[Row]) -> dict[str, int]:
-    """Return, for each parameter in numbered layers, the number of layers.
+    """Return, for each parameter that is in a numbered layer, how many such layers there are.
 
-    Parameters are of numbered layers if they have one shape and dtype, and their paths differ in
-    their first number only.
+    Parameters such as `layers.0.kernel` and `layers.1.kernel` are in numbered layers: they have one
+    shape and dtype, and their paths differ in their first number only.
     """
     kinds: dict[tuple, list[str]] = {}
     for row in rows:
@@ -197,7 +200,7 @@ def _numbered(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def _step_bytes(plan: Plan) -> int:
-    """Return the most bytes that a step holds at one time of arrays that live within the step.
+    """Return the peak bytes of arrays that exist only within a step.
 
     These are full weights, unreduced gradients, and shards fetched from host memory.
     """

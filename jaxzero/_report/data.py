@@ -1,4 +1,4 @@
-"""The data of a report: the layout of each leaf, the traffic and the plan of a step.
+"""Hold the data of a report: the layout of each leaf, the traffic and the plan of a step.
 
 Traffic is the number and bytes of the collectives of one optimizer step, for each axis and purpose,
 and the bytes that one device copies from and to host memory.
@@ -103,7 +103,7 @@ class Traffic:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The parts of the model: paths of leaves, cut after the first component that differs."""
+        """The parts of the model: paths of leaves, up to the first component that differs."""
         return tuple(dict.fromkeys(self._group(t) for t in self._by_leaf if t.purpose in OF_LEAVES))
 
     def of_group(self, group: str, axis: str) -> Amount:
@@ -194,10 +194,10 @@ class HostTraffic:
         transfers: every copy of forward and backward, in the order in which they are issued; None
             without a plan of the step.
         update: bytes that the optimizer's update copies to the device, and bytes that it copies to
-            the host. It copies each offloaded gradient, parameter and leaf of the optimizer state
-            to the device once, and parameters and optimizer state back. An optimizer that first
-            takes a norm over all gradients copies them once more, which is not counted. Leaves that
-            the plan updates in backward are not counted either. None without optimizer state.
+            the host. The update copies each offloaded gradient, parameter and leaf of the optimizer
+            state to the device once, and parameters and optimizer state back. Not counted are the
+            second copies of gradients, if the optimizer first takes a norm over all of them, and
+            leaves that the plan updates in backward. None without optimizer state.
     """
 
     transfers: tuple[HostTransfer, ...] | None
@@ -227,7 +227,7 @@ class HostTraffic:
 
     @property
     def whole(self) -> tuple[HostTransfer, ...]:
-        """The copies of a full leaf at once, for which device memory must hold the full leaf."""
+        """The copies that move a full leaf at once, so that device memory must hold all of it."""
         return tuple(x for x in self.transfers or () if not x.windowed)
 
     def as_dict(self) -> dict[str, Any]:

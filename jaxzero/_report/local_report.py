@@ -22,10 +22,10 @@ class LocalReport:
         num_nodes: the number of nodes.
         num_elements: elements of the parameters that are exchanged.
         device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
-        message_bytes: bytes of the messages that a device holds beside these while a fragment
-            travels: those of all nodes, or one where an all-reduce sums them.
-        kept_bytes: bytes of the node's own part of a fragment, which a device also holds while it
-            travels; 0 without a delay, or with `mixing`.
+        message_bytes: bytes of messages that a device holds, besides `device_bytes`, while a
+            fragment travels: the messages of all nodes, or one if an all-reduce sums them.
+        kept_bytes: bytes of the copy of the node's own parameters in a fragment, which a device
+            holds while the fragment travels; 0 without a delay, or with `mixing`.
         bytes_between_nodes: bytes that enter one node in a round.
     """
 
@@ -42,7 +42,7 @@ class LocalReport:
 
     @property
     def timeline(self) -> tuple[tuple[int, int], ...]:
-        """For each fragment `(sent, used)`: after so many steps of the round it is sent or used."""
+        """For each fragment `(sent, used)`, both in steps since the round began."""
         steps = self.every // self.fragments
         ends = range(steps, self.every + 1, steps)
         return tuple((end - self.delay, end) for end in ends)
@@ -59,7 +59,7 @@ class LocalReport:
 
     @property
     def models_per_step(self) -> float:
-        """`bytes_per_step` in units of the exchanged parameters in 16 bits."""
+        """`bytes_per_step`, divided by the bytes of the exchanged parameters in 16 bits."""
         return self.bytes_per_step / (2 * self.num_elements) if self.num_elements else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Report(ReportData):
         Args:
             detail: the name of a table, or several: "leaves", "state", "gathers", "reductions",
                 "waits", "traffic", "parts", "host", "timeline". All but the first two need a plan.
-            console: where to print; tables are no wider.
+            console: where to print. Tables are no wider than the console.
 
         Raises:
             ValueError: there is no such table, or it needs a plan and the report has none.
@@ -67,11 +67,12 @@ class Report(ReportData):
         Config and optimizer stay the same. The model of the report is taken apart into layers,
         which are repeated, and the rest (embeddings, a head). With `n` layers, one device needs
 
-            rest + n * layer + step <= device_bytes, host rest + n * host layer <= host_bytes
+            rest + n * layer + step  <=  device_bytes     in device memory
+            rest + n * layer         <=  host_bytes       in host memory
 
         `rest` and `layer` are the bytes of parameters, gradients and optimizer state together, with
         padding, since a device holds all three between gradient and update. Offloaded leaves count
-        on the host; those that a step copies in full also count on the device. Node slices (hpZ)
+        on the host; leaves that a step copies in full also count on the device. Node slices (hpZ)
         count in proportion to the parameters. `step` is `activation_bytes` plus the most bytes that
         full weights, unreduced gradients and shards copied ahead take at one time, which do not
         depend on `n`.
@@ -185,7 +186,7 @@ def summary_lines(report: ReportData, details: Sequence[str]) -> tuple[str, ...]
 
 
 def _fitting(label: str, *texts: str) -> str:
-    """Return the line of a label and the first of `texts` that fits; the last one always fits."""
+    """Return a line: `label`, and the first of `texts` with which it fits, else the last one."""
     lines = [f"{label:<12}  {text}" for text in texts]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])
 
@@ -208,7 +209,7 @@ def _held(report: ReportData) -> list[str]:
 
 
 def _without_unit(size: str, total: str) -> str:
-    """Return `size` without its unit if `total` has the same one: "1.50" of "6.00 GiB"."""
+    """Return `size` without its unit if `total` has the same unit, as in "1.50 of 6.00 GiB"."""
     number, unit = size.split(" ")
     return number if total.endswith(f" {unit}") else size
 
@@ -234,7 +235,10 @@ def _sent(traffic: Traffic | None) -> list[str]:
 
 
 def _whole(report: ReportData) -> list[str]:
-    """Return texts, longest first, on full weights: peak, largest bucket, leaves stored whole."""
+    """Return texts on the weights that a device holds in full, the longest text first.
+
+    They give the peak of bytes, the largest bucket, and the leaves that are not split.
+    """
     kept = [row for row in report.rows if row.kind == "parameters" and row.dim is None]
     kept_text = f"{readable_bytes(sum(row.device_bytes for row in kept))} always"
     kept_text = f"{kept_text} ({len(kept)} {'leaf' if len(kept) == 1 else 'leaves'})"

@@ -201,7 +201,7 @@ def summarized(names: Sequence[str]) -> str:
 
 
 def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
-    """Join rows whose names differ only in their component `place`, a number."""
+    """Join rows whose names differ only in the component number `place`, if it is a number."""
     groups: dict[tuple, list] = {}
     for paths, cells, members in rows:
         number = _shared_number(paths, place)
@@ -220,7 +220,7 @@ def _merge_at(place: int, rows: list[_Row]) -> list[_Row]:
 
 
 def _shared_number(paths: tuple[_Path, ...], place: int) -> int | None:
-    """Return the number that all paths have as component `place`; None if there is no such one."""
+    """Return component `place` of the paths if it is one number in all of them, else None."""
     components = {path[place] if len(path) > place else None for path in paths}
     one = next(iter(components)) if len(components) == 1 else None
     return int(one) if isinstance(one, str) and one.isdecimal() else None

@@ -24,7 +24,7 @@ COPIES = ("fetch", "offload")  # the actions that copy from or to host memory
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The time that one bucket takes memory: of a collective, or of a copy from or to host memory.
+    """The time during which one bucket of a collective or of a host copy takes device memory.
 
     Attributes:
         action: "gather" (all-gather), "reduce" (reduce-scatter), "fetch" (copy from host memory) or
@@ -60,7 +60,7 @@ class Span:
 
     @property
     def alive(self) -> int:
-        """For how many operations the bucket takes memory."""
+        """The number of operations during which the bucket takes memory."""
         return self.stop - self.start + 1
 
 
@@ -120,7 +120,7 @@ def _activations(plan: BlockPlan) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_in_host(operation: Operation, made: Value) -> bool:
-    """Return True if `made` is a loop's stacked output that is copied to host memory by layer."""
+    """Return True if `made`, a stacked output of a loop, is copied to host memory by layer."""
     if not isinstance(operation, Loop):
         return False
     maker = operation.body.makers.get(operation.body.outputs[operation.outputs.index(made)])
@@ -188,7 +188,7 @@ def _block(plan: BlockPlan, path: tuple[int, ...]) -> tuple[BlockPlan, int]:
 def _after_loops(plan: BlockPlan, index: int) -> int:
     """Return the place of operation `index` on its block's timeline.
 
-    Each loop before it adds the operations of one iteration.
+    A loop before the operation adds the operations of one of its iterations.
     """
     return index + sum(_length(loop.body) for i, loop in plan.loops.items() if i < index)
 

@@ -1,17 +1,20 @@
-"""`Move`: the collectives that move an array from one split over devices to another.
+"""Move an array from one split over devices to another, by a sequence of collectives (`Move`).
 
-A shard is a grid of pieces, with a dim for each factor of the array's dims (see `steps`). A piece
-is a row of numbers or, with a codec, a message. Collectives move pieces of this grid. So a piece is
-encoded once, by the device that has it at first, and decoded once, on each device that keeps it.
+Each dim of the array is a product of factors and a rest (see `steps`). A device's shard is a grid
+of pieces, with a dim for each factor. A piece is a row of numbers or, with a codec, a message, and
+collectives move whole pieces. So a piece is encoded once, by the device that has it before the
+move, and decoded once, on each device that keeps it.
 
 [Note: windows] Some old and new splits do not fit each other: if the array is padded on a dim that
 the new split divides; if the devices of the new mesh are in an order that is no reshaped form of
 the old order; or if 3 devices split a dim and 2 are to split it. Then all devices gather a window
 of rows, in full, and each keeps the rows that are in its part of the result. A row enters a node
-once, and then each of its devices. A device holds its part of the result and one window.
+once, and is then sent to each of the node's devices. A device holds its part of the result and one
+window.
 
-Legend: f, g factors before and after, each of its size or of 1 where it is split; m, n numbers of a
-piece, or bytes of its message; K devices of a collective; k shards, h rows of each in a window.
+Legend: f, g dims of the grid before and after a step, one for each factor, of size 1 if the factor
+is split; m, n numbers of a piece, or bytes of its message; K devices of a collective; k shards, h
+rows of each shard in a window.
 """
 
 from __future__ import annotations
@@ -63,15 +66,16 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """The move of one array, from the shards that devices have to the shards of a new split.
+    """The planned move of one array, from the shards that devices have to those of a new split.
 
     Attributes:
         leaf: the layout of the stored array: true shape, padding, dtype, the codec of its messages.
         block: the shape of a device's shard of the stored array.
-        shape: the shape that `route` moves: that of the padded array, or of a window, rows first.
-        route: the collectives.
+        shape: the shape of the array that `route` moves: the padded array, or a window of it, whose
+            first dim counts rows.
+        route: the collectives that move the array, or each window.
         target_block: the shape of a device's shard of the result, without padding.
-        dtype: the dtype in which numbers are sent, and that of the result.
+        dtype: the dtype of the result, in which numbers are also sent.
         codec: encodes the pieces that are sent; None: numbers of `dtype` are sent.
         windows: how the array is cut into windows; None: it is moved at once.
     """
@@ -106,7 +110,8 @@ class Move:
     def grid(self, split: tuple[bool, ...]) -> tuple[int, ...]:
         """Return the shape of a device's grid of pieces.
 
-        A device has one piece along each factor that `split` marks, and all pieces along others.
+        `split` tells of each factor whether devices split it. The grid has size 1 along a split
+        factor, and the full size of the factor otherwise.
         """
         pairs = zip(self.route.sizes, split, strict=True)
         return tuple(1 if is_split else size for size, is_split in pairs)
@@ -179,9 +184,10 @@ class Move:
         return x.reshape([math.prod(sizes) for sizes in self._cut(grid)])
 
     def _cut(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return, for each dim of a device's shard, the sizes of its factors and then of its rest.
+        """Return, for each dim of a device's shard, the sizes of its factors, then of its rest.
 
-        `grid` is the device's grid of pieces. The rest of a dim is the length of a piece in it.
+        `grid` is the shape of the device's grid of pieces. The rest of a dim is the length of a
+        piece along the dim.
         """
         remaining = iter(grid)
         pairs = zip(self.route.factors, self.inner, strict=True)
@@ -189,7 +195,7 @@ class Move:
 
     @property
     def _factors_first(self) -> list[int]:
-        """The order of the dims of `_cut`, flattened, that puts all factors before all rests."""
+        """The permutation of all dims of `_cut` that puts all factors before all rests."""
         num_of_dims = [len(factors) + 1 for factors in self.route.factors]
         rests = [end - 1 for end in itertools.accumulate(num_of_dims)]
         return [*(i for i in range(sum(num_of_dims)) if i not in rests), *rests]
@@ -228,7 +234,7 @@ def _permute(x: Shaped[Array, "*f m"], step: MoveStep, mesh: Mesh) -> Shaped[Arr
 
 
 def pairs(step: MoveStep, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Return the `(sender, receiver)` pairs of a step that permutes shards.
+    """Return the `(sender, receiver)` pairs of a step of kind "permute".
 
     Devices are numbered by their coordinates along the digits of the step.
     """

@@ -1,6 +1,6 @@
-"""`ReshardReport`: the bytes that a `reshard` will send over each kind of link, and hold.
+"""Count the bytes that a `reshard` will send over each kind of link, and hold (`ReshardReport`).
 
-The bytes that enter are counted for each device, and the least bytes that any method would send.
+The bytes that enter each device are compared with the least bytes that any method would send.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _least(
     move: Move,
     resharding: Resharding,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least bytes that must enter each device, and each node, to move one array.
+    """Return, for each device and for each node, the least bytes that must enter to move an array.
 
     Elements are counted in the encoding in which the move sends them.
 
@@ -226,7 +226,7 @@ def _least(
 
 
 def _most(others: np.ndarray, outside: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
-    """Return the most bytes that any node gets from other nodes, and any device from other devices.
+    """Return the most bytes that enter a node, and the most bytes that enter a device.
 
     Args:
         others: for each device, bytes from other devices of any node.
@@ -257,9 +257,9 @@ def sent_by(move: Move, mesh: Mesh, nodes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _senders(step: MoveStep, mesh: Mesh) -> np.ndarray:
-    """Return the devices that send to each device in a step, `[devices, K]`.
+    """Return, for each device, the numbers of the K devices that send to it in a step.
 
-    A device may be among its own senders.
+    The result is `[devices, K]`. A device may be among its own senders.
     """
     if step.kind == "slice":
         return np.arange(mesh.size)[:, None]
@@ -277,7 +277,7 @@ def _senders(step: MoveStep, mesh: Mesh) -> np.ndarray:
 def least_elements(
     shape: tuple[int, ...], before: Boxes, after: Boxes, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many elements must enter each device from others, and each node from other nodes.
+    """Return how many elements each device, and each node, needs and does not have before a move.
 
     Args:
         shape: the shape of the array.
@@ -292,7 +292,7 @@ def least_elements(
     elements = functools.reduce(np.multiply.outer, map(np.diff, edges), np.array(1))
 
     def cells(number: int) -> np.ndarray:
-        """Return which cells part `number` covers, as booleans in the shape of the cells' grid."""
+        """Return which cells lie in box `number` of `before` and `after`, as a grid of booleans."""
         parts = zip(edges, (x[number] for x in ends), strict=True)
         inside = [(low[:-1] >= start) & (low[:-1] < stop) for low, (start, stop) in parts]
         return functools.reduce(np.logical_and.outer, inside, np.array(True))
@@ -316,7 +316,7 @@ _NAMES = {
 
 
 def how(move: Move) -> str:
-    """Name the operations of a move in words: "all-to-all over local, all-gather over node"."""
+    """Say in words how a move is done, such as "all-to-all over local, all-gather over node"."""
     if move.windows is not None:
         return f"all-gather of all rows, in {move.num_windows} windows"
     words = [f"{_NAMES[step.kind]} over {_axes(step.digits)}" for step in move.route.steps]

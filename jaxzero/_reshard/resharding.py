@@ -66,7 +66,7 @@ class Resharding:
 
     @property
     def programs(self) -> list[tuple[Move, ...]]:
-        """For each window, the moves of its arrays, which one program makes."""
+        """The moves that each program makes: for each window, the moves of its arrays."""
         moves = ([self.moves[i] for i in window] for window in self.windows)
         return [tuple(move for move in each if move is not None) for each in moves]
 
@@ -109,7 +109,7 @@ def make_resharding(
 
 
 def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
-    """Return the dtype in which a leaf is sent: `dtype` for floats, unless it is None."""
+    """Return the dtype in which a leaf is sent: `dtype` for floats if given, else its own."""
     is_cast = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
     return jnp.dtype(dtype if is_cast else leaf.dtype)
 
@@ -117,7 +117,7 @@ def sent_dtype(leaf: LeafSpec, dtype: Any) -> Any:
 def plain_spec(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec:
     """Return the spec by which `source` splits the true dims of a leaf.
 
-    If the leaf is stored as messages, `source.spec` is about dims of messages instead.
+    It differs from `source.spec` if the leaf is stored as messages: that spec splits their dims.
     """
     if leaf.codec is None or leaf.layout is None:
         return source.spec
@@ -137,7 +137,7 @@ def spec_without_padding(leaf: LeafSpec, source: NamedSharding) -> PartitionSpec
 def uneven_dims(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Any
 ) -> Iterator[tuple[int, int]]:
-    """Yield `(dim, parts)` for each dim that does not divide into the parts of a spec."""
+    """Yield `(dim, parts)` for each dim whose size is no multiple of its number of parts."""
     for dim, entry in enumerate(spec):
         parts = math.prod(mesh.shape[axis] for axis in axes_of(PartitionSpec(entry)))
         if shape[dim] % parts:
@@ -211,7 +211,7 @@ def _by_windows(
 
 
 def known(index: tuple[slice, ...] | None) -> tuple[slice, ...]:
-    """Return `index`, a device's part of an array, which JAX types as optional."""
+    """Return `index`, the slices of a device's part, which JAX types as optional."""
     assert index is not None
     return index
 

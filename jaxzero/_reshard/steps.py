@@ -44,8 +44,8 @@ class MoveStep:
     Attributes:
         kind: the operation, as in the table at the top of this file.
         digits: the digits that the operation runs over.
-        before: for each digit, the factor that it splits before the step, as a `Place`.
-        after: for each digit, the factor that it splits after the step.
+        before: for each digit, the index of the factor that it splits before the step, or None.
+        after: for each digit, the index of the factor that it splits after the step, or None.
     """
 
     kind: Literal["slice", "exchange", "permute", "gather"]
@@ -54,7 +54,7 @@ class MoveStep:
     after: tuple[Place, ...]
 
     def held_after(self, held: int, mesh: Mesh) -> int:
-        """Return the bytes of an array on a device after the step, if it had `held` before."""
+        """Return the bytes that a device holds after the step, given the bytes `held` before."""
         num = math.prod(mesh.shape[digit] for digit in self.digits)
         return {"slice": held // num, "gather": held * num}.get(self.kind, held)
 
@@ -158,14 +158,14 @@ def _waited_for(
     goal: dict[str, Place],
     is_between_nodes: Callable[[str], bool],
 ) -> list[str]:
-    """Return the digits of nodes to gather now, since digits of `asked` wait for their factors.
+    """Return digits that count nodes and hold factors that digits of `asked` wait for.
 
-    A digit is one of them if it is to split nothing after the move, and now splits a factor that a
-    digit of `asked` is to split. If a permutation came before the gather, shards would be sent
-    between nodes twice.
+    Each of them is to split nothing after the move, and now splits a factor that a digit of `asked`
+    is to split. Gathering over them now frees these factors. If a permutation came first, shards
+    would be sent between nodes twice.
 
     Args:
-        asked: digits that are to split other factors than they do.
+        asked: digits that are to split another factor than they do now.
         where: for each digit, the factor that it splits now.
         goal: for each digit, the factor that it is to split.
         is_between_nodes: whether a digit counts nodes.
@@ -184,7 +184,7 @@ def _step(
 def _passed_on(
     first: str, where: dict[str, Place], goal: dict[str, Place]
 ) -> dict[str, Place] | None:
-    """Pass factors along a chain of digits, in which each digit waits for the factor of the next.
+    """Find a permutation: a chain of digits, in which each digit takes the factor of the next.
 
     Args:
         first: the digit that the chain begins with.
@@ -192,8 +192,8 @@ def _passed_on(
         goal: for each digit, the factor that it is to split.
 
     Returns:
-        For each digit of the chain its new factor; the last digit gets that of the first. None if
-        `first` splits no factor.
+        For each digit of the chain, its new factor; the last digit gets the factor of the first.
+        None if `first` splits no factor.
     """
     if where[first] is None:
         return None
@@ -215,7 +215,7 @@ class Digits:
     """The devices of a mesh, whose axes are written as digits of prime size.
 
     Attributes:
-        mesh: all devices, with one axis of prime size for each digit, of type `Auto`.
+        mesh: all devices, with one axis for each digit, of prime size and of type `Auto`.
         axes: for each axis of the user's mesh its digits, major first.
     """
 
@@ -296,8 +296,8 @@ class Digits:
 def groups(digits: tuple[str, ...], mesh: Mesh) -> np.ndarray:
     """Return the groups of devices that run a collective over some digits together.
 
-    The result is `[groups, devices of a group]`, in which devices are numbers in `mesh`. In a group
-    they are in the order of their coordinates along `digits`.
+    The result is `[groups, devices of a group]`, with the devices' numbers in `mesh`. In a group,
+    devices are in the order of their coordinates along `digits`.
     """
     numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     dims = [mesh.axis_names.index(digit) for digit in digits]

@@ -11,10 +11,11 @@ from .hops import check_integer
 class Activations:
     """Choose which activations forward keeps for backward, and which backward computes again.
 
-    The choice is the one that takes the least time by the cost model: a minimum cut of the program
-    between what is kept and what backward reads. Results are those of the unchanged program, except
-    for roundings where XLA fuses operations differently. Random bits are made again from the same
-    keys. Effects, calls of Python and the user's own collectives are not repeated.
+    Of all choices within the budget, the one with the shortest step by a cost model is taken. It is
+    found as a minimum cut of the program, between the values that are kept and those that backward
+    reads. Results are those of the unchanged program, except for roundings where XLA fuses
+    operations differently. Random bits are made again from the same keys. Effects, calls of Python
+    and the user's own collectives are not repeated.
 
     Args:
         budget_bytes: the most bytes of activations that a device keeps from forward to backward, of

@@ -86,9 +86,9 @@ class Offload:
         return fnmatch.fnmatchcase(path, pattern)
 
     def takes(self, role: Role, path: str, size: int) -> bool:
-        """Return whether a leaf with this path and number of elements goes to host memory.
+        """Return whether a leaf with this path and number of elements is kept in host memory.
 
-        An array of one element never does: it is not split, so it has no shards to fetch.
+        An array of one element is never kept there: it is not split, so it has no shards to fetch.
         """
         is_matched = any(self.matches(pattern, path) for pattern in self.patterns(role))
         return is_matched and size >= max(self.min_size, 2)
@@ -96,7 +96,7 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommSchedule:
-    """When weights are gathered, in buckets of what size, and how long they are held.
+    """The schedule of gathers: when, in buckets of what size, and how long weights are held.
 
     The schedule does not change losses or gradients, bit for bit; only with `loop_constant_bytes`
     and `deterministic` they are rounded differently. A bucket holds the weights of a layer, where
@@ -117,16 +117,16 @@ class CommSchedule:
         max_live_parameters: the most elements of weights that are held in full at any time for the
             sake of a later use (DeepSpeed's `stage3_max_live_parameters`).
         live_bytes: the same limit in bytes. It lets weights be held between forward and backward
-            too, first those that wait shortest.
+            too, beginning with those that wait the shortest time.
         loop_constant_bytes: the most bytes of weights that enter a loop (`jax.lax.scan`) as
             constants and are held in full from its first iteration to its last. If these weights
             are larger, the body gathers each weight before its use in every iteration, and holds at
             most this many bytes from one use to the next. The same limit holds for the sums of
             their gradients: if the sums are larger, gradients are reduced in every iteration, and
             summed as shards in float32. The limit holds for the branches of a `cond` too, if all
-            devices take the same one. 0: nothing is held, unless that saves no memory (one weight
-            is most of it). `None`: 1 GiB, and more if the body multiplies less than 220 times for
-            each byte, since it would then wait for its weights.
+            devices take the same one. 0: nothing is held, unless one weight is most of these bytes,
+            so that this would save no memory. `None`: 1 GiB, and more if the body multiplies less
+            than 220 times for each byte, since it would then wait for its weights.
         separate_ends: run the first and last iterations of a pipelined loop as short loops before
             and after it, in which messages between nodes that no layer uses are not sent. That
             sends 4 to 6% less between nodes for 32 layers, and 19% less for 8 experts in each
@@ -174,18 +174,18 @@ class CommSchedule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a limit is set on the weights that are held between uses, or on how long."""
+        """Whether `max_reuse_distance`, `max_live_parameters` or `live_bytes` is set."""
         bounds = (self.max_reuse_distance, self.max_live_parameters, self.live_bytes)
         return any(bound is not None for bound in bounds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """How arrays are split over devices, and how they are sent.
+    """The configuration of `Zero`: how arrays are split over devices, and how they are sent.
 
     Attributes:
         stage: what is split between devices (ZeRO, section 5). 0: nothing (data
-            parallel). 1: optimizer state. 2: and gradients. 3: and parameters.
+            parallel). 1: optimizer state. 2: also gradients. 3: also parameters.
         split: "all" splits over every device of the two axes. "local" splits inside a
             node and replicates between nodes (HSDP, MiCS).
         weights: codecs of the weight gathers, per axis.
@@ -359,20 +359,20 @@ class ZeroConfig:
         return ("local", "node") if self.split == "all" else ("local",)
 
     def axes_at(self, stage: int) -> tuple[str, ...]:
-        """Return the axes that split the arrays which ZeRO splits from `stage` on.
+        """Return the mesh axes that split the arrays which ZeRO splits from `stage` on.
 
-        Stage 1 splits optimizer state, 2 also gradients, 3 also parameters. Without axes nothing is
-        split: the config's own stage is lower.
+        These arrays are the optimizer state for stage 1, gradients for 2, and parameters for 3. The
+        result is empty if the config's own stage is lower, so that they are not split.
         """
         return self.axes if self.stage >= stage else ()
 
     def num_shards(self, mesh: AnyMesh) -> int:
-        """Return the number of shards of a leaf: of devices of `mesh` along `axes`."""
+        """Return the number of shards of a leaf: the number of devices of `mesh` along `axes`."""
         return math.prod(mesh.shape[axis] for axis in self.axes)
 
     @property
     def needs_wire_state(self) -> bool:
-        """Whether a hop keeps arrays from step to step, in the wire state."""
+        """Whether a hop between nodes keeps arrays from step to step, in a wire state."""
         return isinstance(self.weights.node, Hop) or isinstance(self.gradients.node, Hop)
 
 

@@ -1,8 +1,8 @@
-"""Hops between nodes that keep state, which `PerAxis.node` accepts as it accepts codecs.
+"""Send arrays between nodes by codecs, or by hops: codecs that make up for their rounding errors.
 
-A codec loses what it rounds away. A hop keeps the loss, in a wire state that the caller carries
-from step to step (`Zero.init_wire_state`), and makes up for it in the next step. Weights and
-gradients keep different arrays, so there are two base classes:
+A codec loses what it rounds away. A hop keeps that error, in a wire state that the caller carries
+from step to step (`Zero.init_wire_state`), and makes up for it in the next step. `PerAxis.node`
+accepts both. Hops of weights and of gradients keep different arrays, so there are two base classes:
 
     weights     every node keeps its slice w' of the weights
                 send d = difference(w, w'),  then  w' = updated(w', decode(encode(d)))
@@ -26,7 +26,7 @@ from .._codecs import Codec, Int4, Int8, check_is_value
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """The common part of `WeightHop` and `GradientHop`. Subclass these, not `Hop`.
+    """The common base class of `WeightHop` and `GradientHop`. Subclass these, not `Hop`.
 
     Args:
         codec: codec of the message.
@@ -39,24 +39,24 @@ class Hop:
 
 
 class WeightHop(Hop, abc.ABC):
-    """How weights are sent between nodes that keep the slice which they have received before."""
+    """A way to send weights between nodes, each of which keeps the slice that it received last."""
 
     @abc.abstractmethod
     def difference(
         self, weights: Float32[Array, ...], kept: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """Return the array to encode: the owner's shard, relative to every node's copy of it."""
+        """Return the array to encode, from the owner's shard and the copy that all nodes keep."""
 
     @abc.abstractmethod
     def updated(
         self, kept: Float32[Array, ...], received: Float32[Array, ...]
     ) -> Float32[Array, ...]:
-        """Return the new slice, from the old one and the decoded message; equal on every node."""
+        """Return the slice to keep, from the one kept before and the decoded message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientHop(Hop, abc.ABC):
-    """How gradients are summed over nodes, with a residual that each device keeps.
+    """A way to sum gradients over nodes, in which each device keeps a residual between steps.
 
     Args:
         codec: codec of the corrected gradient.
@@ -77,13 +77,18 @@ class GradientHop(Hop, abc.ABC):
     def corrected(
         self, gradient: Float[Array, ...], residual: Float[Array, ...]
     ) -> Float[Array, ...]:
-        """Return the array to encode: the gradient with the previous step's residual."""
+        """Return the array to encode, from the gradient and the residual of the step before."""
 
     @abc.abstractmethod
     def residual(self, corrected: Float[Array, ...], sent: Float[Array, ...]) -> Float[Array, ...]:
-        """Return the residual for the next step, from the array to send and its decoded message.
+        """Return the residual for the next step.
 
-        Where the residual is not finite, 0 is kept.
+        Args:
+            corrected: the array that was encoded.
+            sent: the same array after encoding and decoding.
+
+        Returns:
+            The residual. Where it is not finite, the caller keeps 0.
         """
 
 
@@ -171,8 +176,8 @@ def check_codec(name: str, owner: str, codec: object, *, may_exchange: bool = Fa
         name: name of the field, for the message.
         owner: name of the class that has the field, for the message.
         codec: value of the field.
-        may_exchange: whether the codec may be one kernel for a whole hop. Only the exchange inside
-            a node (`PerAxis.local`) can be that.
+        may_exchange: whether the codec may be a kernel that encodes, sends and decodes
+            (`implementation="nvlink"`). Only `PerAxis.local` may hold such a codec.
 
     Raises:
         ValueError: `codec` is not an instance of `Codec`, or is such a kernel and may not be.

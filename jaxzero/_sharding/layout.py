@@ -1,15 +1,16 @@
-"""Choose the dim that each leaf is split on: shapes in, layouts out; pad arrays to their layout.
+"""Choose the layout of each leaf, the dim on which it is split; pad arrays to their layout.
 
 A leaf of a parameter tree is split on one dim into equal shards, one for each device along
 `config.axes`. With `split="all"` the axes are `("local", "node")`, local major. A gather over
 `node` then yields a contiguous part of the array, the node slice, and a gather over `local`
 completes it: the shards arrive in order, and nothing is shuffled.
 
-The split dim is the first of the last two dims (those of a matrix) that divides evenly and is long:
-shards of rows are contiguous in memory, and need no transposing. Earlier dims, and short ones, may
-count layers or experts; a loop scans over them, so they must not be split. If neither of the last
-two dims qualifies, the largest dim that divides is taken (the first of equals). If none divides,
-the largest is padded with zeros. Only scalars and empty leaves are replicated.
+The split dim is the first of the last two dims (those of a matrix) that is long and that the
+devices divide evenly: shards of rows are contiguous in memory, and need no transposing. Earlier
+dims, and short ones, may count layers or experts; a loop scans over them, so they must not be
+split. If neither of the last two dims qualifies, the largest dim that the devices divide is taken
+(the first of equals). If they divide none, the largest is padded with zeros. Leaves of at most one
+element are replicated, and so are those below `config.param_persistence_threshold`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class DimSharding:
 def layouts_by_preference(
     shape: tuple[int, ...], num_shards: int, busy: tuple[int, ...] = ()
 ) -> list[DimSharding]:
-    """Return all layouts that split `shape` into `num_shards`, best first; none if it is too small.
+    """Return a layout for each dim that may be split into `num_shards` shards, the best first.
+
+    An array of at most one element has none.
 
     Args:
         shape: the full array's shape.
@@ -100,25 +103,39 @@ def layouts_by_preference(
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """A leaf of a tree: its true shape and dtype, and the layout in which it is stored."""
+    """An array of a tree: its true shape and dtype, and the layout in which it is stored.
+
+    Attributes:
+        path: its path in the tree, as text.
+        shape: the true shape, without padding.
+        dtype: the true dtype.
+        layout: the split over `config.axes`; None if it is replicated over them.
+        other_axes: the split over further mesh axes, and over `local` if it is `Ungathered`.
+        codec: the codec in which it is stored, one message for each device; it is then not
+            trained. None: it is stored unencoded.
+        memory_kind: "pinned_host" if the stored array is there; None for device memory.
+        stages: the split over pipeline stages, which `other_axes` contains too; None: no split.
+    """
 
     path: str
-    shape: tuple[int, ...]  # true shape, without padding
+    shape: tuple[int, ...]
     dtype: Any
-    layout: DimSharding | None  # None if replicated
-    # The split over further mesh axes, and over `local` of a leaf of `Ungathered`.
+    layout: DimSharding | None
     other_axes: PartitionSpec = PartitionSpec()
-    codec: Codec | None = None  # stored encoded, one message for each device; never trained
-    memory_kind: str | None = None  # of the stored array: "pinned_host"; None for device memory
-    stages: DimSharding | None = None  # the split over pipeline stages, of `other_axes`
+    codec: Codec | None = None
+    memory_kind: str | None = None
+    stages: DimSharding | None = None
 
     def split_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of `axes` that split the leaf by `layout`, which excludes `other_axes`."""
+        """Return which of `axes` split the leaf by `layout`: those that are not in `other_axes`."""
         others = axes_of(self.other_axes)
         return tuple(axis for axis in axes if axis not in others)
 
     def on_device(self, mesh: AnyMesh) -> LeafSpec:
-        """Return the leaf as a program sees it: a device's part, if ungathered over `local`."""
+        """Return the leaf with the shape that a step's loss sees on a device.
+
+        A dim that stays split over `local` (`Ungathered`) has the size of a device's part.
+        """
         names = axes_of_dims(self.other_axes, len(self.shape))
         shape = (
             size // mesh.shape[LOCAL] if LOCAL in axes else size
@@ -128,7 +145,7 @@ class LeafSpec:
 
     @property
     def padded_dims(self) -> tuple[DimSharding, ...]:
-        """The splits that pad a dim with zeros, each of a different dim."""
+        """The splits, over `config.axes` and over stages, that pad their dim with zeros."""
         return tuple(x for x in (self.layout, self.stages) if x is not None and x.is_padded)
 
     @property
@@ -137,7 +154,7 @@ class LeafSpec:
         return functools.reduce(lambda shape, x: x.pad_shape(shape), self.padded_dims, self.shape)
 
     def pad(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
-        """Append the zeros of all padded dims to an array of the true shape."""
+        """Pad an array of the true shape with zeros, in all padded dims."""
         return functools.reduce(pad, self.padded_dims, x)
 
     def unpad(self, x: Shaped[Array, ...]) -> Shaped[Array, ...]:
@@ -146,20 +163,20 @@ class LeafSpec:
 
     @property
     def num_lead(self) -> int:
-        """How many leading dims (0 or 1) count layers that are encoded separately.
+        """Number of leading dims, 0 or 1, whose entries are encoded separately.
 
-        A stack of matrices is encoded layer by layer, because a loop may scan it.
+        It is 1 for a stack of matrices, whose dim 0 counts layers: a loop may scan it.
         """
         stacked = self.layout is not None and len(self.shape) >= 3 and self.layout.dim != 0
         return 1 if stacked else 0
 
     @property
     def layer_size(self) -> int:
-        """Elements that are encoded together: one layer, or all of a leaf that is not a stack."""
+        """Number of elements that are encoded together: of a layer of a stack, or of the leaf."""
         return math.prod(self.shape[self.num_lead :])
 
     def messages(self, codec: Codec, num_shards: int) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the leaf as messages of `codec`: `[*lead, num_shards, m]`."""
+        """Return the struct of the leaf as messages: `[*lead, num_shards, *shape of a message]`."""
         lead = self.num_lead
         size = math.prod(self.padded_shape[lead:]) // num_shards
         message = codec.message(size, self.dtype)
@@ -173,14 +190,14 @@ class LeafSpec:
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the global array: padded, or encoded."""
+        """Shape and dtype of the global array that is stored: padded, or encoded."""
         if self.codec is None or self.layout is None:
             return jax.ShapeDtypeStruct(self.padded_shape, self.dtype)
         return self.messages(self.codec, self.layout.num_shards)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the global array."""
+        """Shape of the global array that is stored."""
         return self.stored.shape
 
     def shard_bytes(self, mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -189,16 +206,17 @@ class LeafSpec:
         return math.prod(shard) * self.stored.dtype.itemsize
 
     def sharding(self, mesh: Mesh, axes: tuple[str, ...]) -> NamedSharding:
-        """Return the sharding of the stored array, split over `axes`, in its memory."""
+        """Return the sharding of the stored array, split over `axes`, with its kind of memory."""
         return NamedSharding(mesh, self.spec(axes), memory_kind=self.memory_kind)
 
     def spec(self, axes: tuple[str, ...], *, manual_only: bool = False) -> PartitionSpec:
         """Return the `PartitionSpec` of the stored array, split over `axes`.
 
-        With `manual_only`, the spec omits further mesh axes (`other_axes`). The specs of a
-        `shard_map` may name only the axes that it is manual over: `stage`, `node` and `local`. If
-        no `axes` are given, as for weights below stage 3, the array is not split over `tokens`
+        If `axes` is empty, as for weights below stage 3, the array is not split over `tokens`
         either.
+
+        With `manual_only`, the spec names no axes but `stage`, `node` and `local`. Only these may
+        be in the specs of a `shard_map` that is manual over them.
         """
         if self.codec is not None:
             return PartitionSpec(*[None] * self.num_lead, axes or None)
@@ -219,10 +237,10 @@ class LeafSpec:
 
 
 def in_memory(leaf: LeafSpec, memory_kind: str | None, num_shards: int) -> LeafSpec:
-    """Return the leaf with `memory_kind`.
+    """Return the leaf with its array stored in `memory_kind`; None: device memory.
 
-    A leaf in host memory gets a layout even on one device, where other leaves have none. With a
-    layout, the code that gathers shards fetches it where it is used.
+    A leaf in host memory gets a layout even on one device, where leaves in device memory have none.
+    Then the code that gathers shards also fetches this leaf from the host where it is used.
     """
     layout = leaf.layout
     if memory_kind is not None and layout is None and num_shards == 1:
@@ -233,13 +251,13 @@ def in_memory(leaf: LeafSpec, memory_kind: str | None, num_shards: int) -> LeafS
 def layout_of_leaf(
     leaf: Any, mesh: AnyMesh, config: ZeroConfig, other: PartitionSpec
 ) -> DimSharding | None:
-    """Choose the layout of an array; None if it is replicated.
+    """Return the split of an array over the config's axes; None if it is replicated.
 
     Args:
         leaf: anything with the true `shape` and `dtype`.
         mesh: gives the number of shards.
         config: gives axes, stage and the persistence threshold.
-        other: the user's split of the array over further mesh axes.
+        other: the split of the array over other mesh axes, and over `local` if `Ungathered`.
     """
     shape = tuple(leaf.shape)
     if config.stage == 0 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -262,10 +280,10 @@ def layout_of_leaf(
 def split_over_tokens_axis(
     shape: tuple[int, ...], layout: DimSharding | None, mesh: AnyMesh
 ) -> PartitionSpec:
-    """Return the split of an array over `tokens`, on another dim than that of its layout.
+    """Return the split of an array over mesh axis `tokens`, along another dim than the layout's.
 
     Since the dims differ, a gather over `node` and `local` leaves the parts along `tokens` in
-    order. Arrays without such a dim, as vectors and small matrices, are whole along the axis.
+    order. An array without a second dim to split, such as a vector, is not split over `tokens`.
     """
     if layout is None or TOKENS not in mesh.shape:
         return PartitionSpec()
@@ -279,8 +297,8 @@ def split_over_stages(
     """Return the split of an array over pipeline stages; None if `other` names no stages.
 
     Args:
-        shape: its true shape.
-        other: its split over mesh axes other than `node` and `local`.
+        shape: the true shape of the array.
+        other: the split of the array over mesh axes other than `node` and `local`.
         mesh: gives the number of stages.
     """
     dims = enumerate(axes_of_dims(other))

@@ -1,8 +1,8 @@
 """Find the leaves of an `eqx.Module` or `nnx.Module` that are trained; unbox arrays of Flax Linen.
 
-Both libraries register their modules as pytrees whose leaves are not all parameters. Equinox has
-activation functions and Python numbers among the leaves, and trains the inexact arrays. Flax NNX
-has batch statistics and random keys among the leaves, and trains each `nnx.Param`. The libraries
+Equinox and Flax NNX register their modules as pytrees whose leaves are not all parameters. Equinox
+has activation functions and Python numbers among the leaves, and trains the inexact arrays. NNX has
+batch statistics and random keys among the leaves, and trains each `nnx.Param`. Both libraries
 are looked up in `sys.modules`, so that importing this module imports neither.
 
 Flax's fp8 layers keep scales and histories of maxima in the collection `_overwrite_with_gradient`
@@ -28,7 +28,7 @@ _FP8_STATE = {*_HISTORIES, *(f"{x}_scale" for x in ("input", "kernel", "output_g
 
 
 def trained_leaves(tree: Any) -> list[bool | None]:
-    """Return, for each leaf, whether its module trains it; None if the leaf is in no module.
+    """Return, for each leaf, whether its module trains it; None for a leaf outside of modules.
 
     Raises:
         ValueError: an `nnx.Module` holds one `Variable` in two places.
@@ -49,8 +49,8 @@ def trained_leaves(tree: Any) -> list[bool | None]:
 def overwritten_leaves(tree: Any) -> list[bool]:
     """Return, for each leaf, whether its gradient is its next value, as in Flax's fp8 layers.
 
-    Such a leaf is known by its collection, by the type of its `nnx.Variable`, or by its name beside
-    the other variables of an fp8 layer.
+    Such a leaf is recognized by its collection `_overwrite_with_gradient`, by the type of its
+    `nnx.Variable`, or by its name if it is beside the other variables of an fp8 layer.
     """
     overwritten: list[bool] = []
     names: list[list[str]] = []
@@ -72,9 +72,14 @@ def overwritten_leaves(tree: Any) -> list[bool]:
 def unboxed(tree: Any, specs: Any, axes: Collection[str]) -> tuple[Any, Any]:
     """Replace the `nn.Partitioned` boxes of Flax Linen in a tree by the arrays that they hold.
 
+    Args:
+        tree: the tree.
+        specs: the user's tree prefix of `PartitionSpec`s; None: the user gave none.
+        axes: the mesh axes that specs made here may name.
+
     Returns:
-        The tree, and `specs`. If `specs` is None, they are made of the mesh axes that boxes name
-        for GSPMD, as far as these are among `axes`.
+        The tree without boxes; and `specs`, or if the user gave none, the specs that the boxes name
+        for GSPMD, restricted to `axes`. None if there are no boxes either.
     """
     meta = sys.modules.get("flax.core.meta")
     if meta is None:
@@ -113,13 +118,16 @@ def plain_arrays(tree: Any) -> list[str]:
 def mutated_leaf(
     before: Mapping[str, ModuleLeaf], after: Mapping[str, ModuleLeaf], returned: Collection[int]
 ) -> tuple[str, str] | None:
-    """Return path and variable type of a leaf that a function has replaced in place, or None.
+    """Return a leaf of NNX objects that a call of a function has replaced, and then lost.
 
     Args:
         before: the leaves before the call, from `nnx_leaves`.
         after: the leaves after the call.
-        returned: `id`s of the values that the function returned; these changes are not lost, and do
-            not count.
+        returned: `id`s of the values that the function returned. A leaf that was replaced by one of
+            them is not lost, and does not count.
+
+    Returns:
+        The path of the first such leaf, and the type of its variable; None if there is none.
     """
     for path, leaf in before.items():
         now = after.get(path, leaf).value
@@ -129,17 +137,22 @@ def mutated_leaf(
 
 
 class ModuleLeaf(NamedTuple):
-    """A leaf of an NNX object: its value, and the type of its variable."""
+    """A leaf of an NNX object: its value, and the type of its variable.
+
+    Attributes:
+        value: the leaf itself.
+        kind: the type of its variable, as a user writes it, such as `nnx.BatchStat`.
+    """
 
     value: Any
-    kind: str  # the type of its variable, as a user writes it: `nnx.BatchStat`
+    kind: str
 
 
 def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
     """Return the leaves of every NNX object that a function may change in place, by path.
 
-    These objects are `nnx.Module`s and `nnx.Rngs`. An `nnx.State` is none of them: it is passed in
-    and returned.
+    These objects are `nnx.Module`s and `nnx.Rngs`. An `nnx.State` is not included: a function
+    that changes one returns it.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -156,7 +169,10 @@ def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
 
 
 def rng_leaves(tree: Any) -> list[bool]:
-    """Return, for each leaf, whether it is a key or counter of `nnx.Rngs`, equal on all devices."""
+    """Return, for each leaf, whether it is a key or counter of `nnx.Rngs`.
+
+    These are equal on all devices.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [False] * len(jax.tree.leaves(tree))
@@ -183,7 +199,7 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
 
 
 def _is_overwritten_type(kind: type) -> bool:
-    """Return whether `kind`, or a base class of it, is the collection's `nnx.Variable` type."""
+    """Return whether a variable type belongs to the collection `_overwrite_with_gradient`."""
     variablelib = sys.modules["flax.nnx"].variablelib
     known = variablelib.VariableTypeCache.get(_OVERWRITTEN)
     return any(base is known or base.__name__ == _OVERWRITTEN for base in kind.__mro__)
@@ -194,7 +210,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def _pairs(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
-    """Return paths and parts of a tree, flattened to `StoredArray`s and what `is_leaf` accepts."""
+    """Return the paths and leaves of a tree, where a part that `is_leaf` accepts is one leaf."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_stored(x) or is_leaf(x))[
         0
     ]

@@ -43,7 +43,7 @@ def zeropp() -> ZeroConfig:
 
 
 def zeropp4() -> ZeroConfig:
-    """Send 4 bits between nodes: differences of weights, and gradients in rotated blocks.
+    """Return ZeRO++ with 4 bits between nodes, for weights' changes and for rotated gradients.
 
     Between nodes a step moves 0.25 M for weights and 0.25 M for gradients (M: the model in 16
     bits); inside a node both travel in 8 bits. It needs a wire state (`Zero.init_wire_state`).
@@ -59,7 +59,7 @@ def zeropp4() -> ZeroConfig:
 
 
 def hsdp(*, weights: PerAxis = PerAxis(), gradients: PerAxis = PerAxis()) -> ZeroConfig:  # noqa: B008
-    """Split everything inside a node, and replicate it between nodes (HSDP, MiCS)."""
+    """Split each array over the devices of a node, and replicate it between nodes (HSDP, MiCS)."""
     return ZeroConfig(split="local", weights=weights, gradients=gradients)
 
 

@@ -41,8 +41,8 @@ class Registry:
     def add(self, layout: TreeLayout) -> TreeLayout:
         """Store `layout` and return it.
 
-        If a tree of equal structure and shapes was laid out with `specs`, and this one without,
-        the layout takes over those `specs`.
+        If `layout` was made without `specs`, and an earlier layout of equal structure and shapes
+        was made with `specs`, the result has the splits of the earlier layout.
         """
         alike = self._layouts.setdefault(layout.treedef, [])
         equal = next((old for old in alike if old.shapes == layout.shapes), None)
@@ -55,7 +55,10 @@ class Registry:
         return layout
 
     def find(self, tree: Any) -> TreeLayout | None:
-        """Return the layout of a tree laid out before, with the tree's dtypes; None if unknown."""
+        """Return the layout of a stored tree that was laid out before; None if it was not.
+
+        The layout has the dtypes and the kinds of memory that the arrays of `tree` have now.
+        """
         _, leaves, treedef = flatten(tree)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         shapes = tuple(tuple(x.shape) for x in arrays)
@@ -74,10 +77,10 @@ class Registry:
         return None
 
     def layout_of(self, tree: Any) -> TreeLayout:
-        """Return the layout of a stored tree: looked up, or found from its leaves if it is unknown.
+        """Return the layout of a stored tree: from `find`, or else inferred from its leaves.
 
         Raises:
-            ValueError: an array in it was not laid out by this `Zero`.
+            ValueError: an array of the tree was not laid out by this `Zero`.
         """
         known = self.find(tree)
         layout = layout_as_stored(tree, self._mesh, self._config) if known is None else known
@@ -90,10 +93,11 @@ class Registry:
 
         An array counts as sharded if it is a `StoredArray`, if its sharding is that of a parameter,
         or, for a traced array without sharding, if an array of its shape and dtype was laid out
-        sharded. Sharded arrays are gathered where they are used; others are replicated.
+        sharded. Sharded arrays are gathered where they are used.
 
         Returns:
-            The layout; None if no array counts as sharded.
+            The layout, in which arrays that do not count as sharded are replicated; None if no
+            array counts as sharded.
 
         Raises:
             ValueError: a `StoredArray` was laid out by a `Zero` with another mesh or config.
@@ -112,19 +116,19 @@ class Registry:
         return dataclasses.replace(layout, leaves=leaves)
 
     def holds_laid_out(self, tree: Any) -> bool:
-        """Return whether a tree certainly holds a laid-out array.
+        """Return whether a tree certainly holds an array that a `Zero` has laid out.
 
-        That is a `StoredArray`, or an array whose sharding is that of a parameter. Traced arrays
-        have a sharding on explicit meshes only.
+        Such an array is a `StoredArray`, or has the sharding of a parameter. A traced array has a
+        sharding on explicit meshes only; on others, it does not count.
         """
         arrays = array_leaves(tree)
         return any(is_stored(x) or self._is_split_as_ours(x) for x in arrays)
 
     def is_placed_otherwise(self, tree: Any, layout: TreeLayout) -> bool:
-        """Return whether a tree with the shapes of `layout` certainly has other shardings.
+        """Return whether a tree certainly has other shardings than `layout`, which has its shapes.
 
-        That is certain only if no array is traced. Then it is so if any array is a NumPy array, or
-        a `jax.Array` with another sharding.
+        The result is True if no array is traced, and at least one is a NumPy array, or a
+        `jax.Array` whose sharding is not that of the layout.
         """
         arrays = array_leaves(tree)
         is_otherwise = [
@@ -133,7 +137,10 @@ class Registry:
         return None not in is_otherwise and any(is_otherwise)
 
     def _is_elsewhere(self, x: Any, leaf: LeafSpec) -> bool | None:
-        """Return whether the sharding of `x` differs from that of `leaf`; None if `x` is traced."""
+        """Return whether the sharding of `x` differs from that of `leaf`.
+
+        None: that is not known, since `x` is traced or a struct.
+        """
         if is_traced(x) or isinstance(x, jax.ShapeDtypeStruct):
             return None
         if not isinstance(x, jax.Array):
@@ -145,10 +152,10 @@ class Registry:
         return not any(x.sharding.is_equivalent_to(each, x.ndim) for each in ours)
 
     def may_hold_parts(self, tree: Any) -> bool:
-        """Return whether a tree is possibly a part of a laid-out tree.
+        """Return whether a tree is possibly a part of a tree that was laid out before.
 
-        That is so if each of its arrays has the shape and dtype of an array that was laid out
-        sharded, and is on the mesh, or traced (a traced array does not show where it is).
+        It is if each of its arrays has the shape and dtype of an array that was laid out sharded,
+        and is on the mesh, or traced (a traced array does not show where it is).
         """
         arrays = array_leaves(tree)
         return bool(arrays) and all(
@@ -157,7 +164,7 @@ class Registry:
         )
 
     def _devices_of(self, x: Any) -> Any:
-        """Return the devices that an array is on; None if it is on none."""
+        """Return the devices that an array is on; None if it is on the host."""
         sharding = getattr(x, "sharding", None)
         on = getattr(sharding, "mesh", None)
         if isinstance(on, AbstractMesh):  # a struct in the host memory of devices that are absent
@@ -165,7 +172,7 @@ class Registry:
         return getattr(sharding, "device_set", None)
 
     def _has_one_like(self, x: Any) -> bool:
-        """Return whether an array of this shape and dtype was laid out sharded."""
+        """Return whether an array of the shape and dtype of `x` was laid out sharded."""
         return (tuple(x.shape), x.dtype) in self._split
 
     def _is_split_as_ours(self, x: Any) -> bool:
@@ -180,10 +187,10 @@ class Registry:
         return any(of_dim[: len(axes)] == axes for of_dim in dims)
 
     def _check_is_laid_out(self, tree: Any, is_known: bool) -> None:
-        """Raise `ValueError` for an array that is on other devices than those of the mesh.
+        """Raise `ValueError` if an array is on other devices than those of the mesh.
 
-        If the tree is known, an array may also be on the host, or uncommitted on one device: JAX
-        moves it.
+        If `is_known`, the tree's layout was looked up; then an array may also be on the host, or
+        uncommitted on one device, since JAX moves it.
         """
         paths, leaves, treedef = flatten(tree)
         for path, x in zip(paths, leaves, strict=True):
@@ -212,7 +219,7 @@ class Registry:
         return ""
 
     def check_is_ours(self, layout: TreeLayout) -> None:
-        """Raise `ValueError` for a leaf that a `Zero` with another mesh or config has laid out."""
+        """Raise `ValueError` if a leaf was laid out by a `Zero` with another mesh or config."""
         for leaf in layout.leaves:
             if leaf.is_plain:
                 continue
@@ -233,7 +240,10 @@ class Registry:
                 )
 
     def _splits(self, leaf: LeafSpec) -> list[DimSharding | None]:
-        """Return how this mesh splits a leaf, over shards and stages; [] if it lacks an axis."""
+        """Return the splits of a leaf on this mesh, over the config's axes and over stages.
+
+        The list is empty if the mesh lacks an axis that splits the leaf.
+        """
         other = leaf.other_axes
         if not self._mesh.shape.keys() >= {*axes_of(other)}:
             return []

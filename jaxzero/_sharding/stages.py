@@ -1,4 +1,4 @@
-"""Pipeline stages: which arrays are stacks of layers, and how other arrays are split over them."""
+"""Configure pipeline stages: which arrays are stacks of layers, and how stages split arrays."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class Stages:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The paths of stacks."""
+        """The paths of stacks, or of lists of layers."""
         return (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
 
     def has(self, path: str) -> bool:
-        """Return whether the leaf at `path` is a stack of layers."""
+        """Return whether the leaf at `path` is a stack of layers: at or below one of `names`."""
         return any(path == name or path.startswith(f"{name}.") for name in self.names)
 
     def place_in_list(self, path: str) -> tuple[str, int] | None:
-        """Return, for a leaf in a list of layers, its path with `*` for the number, and the number.
+        """Return, for a leaf in a list of layers, its path and the number of its layer.
 
-        None for any other leaf.
+        In that path, `*` stands in place of the number. None for any other leaf.
         """
         for name in self.names:
             pattern = re.escape(name).replace(r"\*", r"(\d+)") + r"(?=\.|$)"
@@ -84,10 +84,10 @@ class Stages:
 def stage_split(
     path: str, shape: tuple[int, ...], stages: Stages, num_stages: int, num_shards: int
 ) -> PartitionSpec:
-    """Return how a leaf is split over stages: a stack by its layers, other leaves by any dim.
+    """Return how a leaf is split over stages: a stack along its layers, another leaf along any dim.
 
-    The devices of a stage split the leaf further, along another dim. A leaf that is no stack and
-    has no two dims that divide evenly is replicated over stages.
+    The devices of a stage split the leaf further, along another dim. If a leaf is no stack, and has
+    no two dims that divide evenly, it is replicated over stages.
 
     Args:
         path: the path of the leaf.

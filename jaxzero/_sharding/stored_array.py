@@ -1,4 +1,4 @@
-"""`StoredArray`: a leaf that is stored padded or encoded, with its layout; and the paths of leaves.
+"""Define `StoredArray`, a leaf that is stored padded or encoded, and functions on its trees.
 
 A leaf with a dim that the devices divide evenly is stored as a plain `jax.Array` in its own shape.
 Any other leaf is stored padded with zeros, or encoded. Then the stored array and its layout form
@@ -55,7 +55,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def path_endings(path: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the names of a path and of all paths that end it, the longest first.
+    """Yield a path as text, then without its first entry, and so on, to the empty path.
 
     In an optimizer's state, the path of an array that belongs to a parameter ends with the
     parameter's path.
@@ -64,7 +64,7 @@ def path_endings(path: tuple[Any, ...]) -> Iterator[str]:
 
 
 def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
-    """Return, for each leaf of `tree`, the leaf of a tree prefix that covers it.
+    """Spread a tree prefix over a tree: return, for each leaf of `tree`, the prefix's leaf for it.
 
     Args:
         prefix: a tree prefix of `tree`, with leaves of type `kind`.
@@ -85,7 +85,7 @@ def spread_prefix(prefix: Any, tree: Any, kind: type) -> list[Any]:
 
 
 class _Explained(type):
-    """The type of the class `StoredArray`: JAX prints its `repr` when two trees do not match."""
+    """The metaclass of `StoredArray`: JAX prints the class's `repr` when two trees do not match."""
 
     def __repr__(cls) -> str:
         return (
@@ -100,7 +100,7 @@ class StoredArray(metaclass=_Explained):
 
     Attributes:
         data: the global stored array: `[*padded shape]`, or the messages of a codec.
-        form: the layout: true shape, split dim, codec. Static.
+        form: the layout: true shape, split dim, codec. It is static data of the pytree node.
     """
 
     __slots__ = ("data", "form")
@@ -116,8 +116,8 @@ class StoredArray(metaclass=_Explained):
     def of(cls, data: Any, leaf: LeafSpec) -> StoredArray:
         """Wrap data that is stored in the layout `leaf`.
 
-        Without a codec, dtype and memory kind are left out of the layout, because they are the
-        data's own: optimizers may cast the data or move them.
+        The memory kind is left out of the layout, and without a codec also the dtype. Both are
+        read from the data instead: optimizers may cast the data or move them.
         """
         dtype = None if leaf.codec is None else leaf.dtype
         return cls(data, dataclasses.replace(leaf, path="", dtype=dtype, memory_kind=None))
@@ -163,7 +163,7 @@ class StoredArray(metaclass=_Explained):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the decoded array."""
+        """The dtype of the array; of messages, the dtype of the array that they decode to."""
         return self.data.dtype if self.form.codec is None else self.form.dtype
 
     @property
@@ -172,9 +172,9 @@ class StoredArray(metaclass=_Explained):
         return math.prod(self.form.shape)
 
     def __eq__(self, other: object) -> bool:
-        """Compare nodes that hold no array but, for example, shardings, masks or labels.
+        """Compare two nodes that hold, in place of arrays, shardings, masks or labels.
 
-        Nodes with arrays raise `TypeError`, as for every other operator.
+        With a node that holds an array, raise `TypeError`, as every other operator does.
         """
         if isinstance(other, StoredArray) and not is_array(self.data):
             return self.form == other.form and bool(self.data == other.data)
@@ -206,7 +206,7 @@ class StoredArray(metaclass=_Explained):
 
 
 def is_stored(x: Any) -> bool:
-    """Return whether `x` is a `StoredArray`; serves as `is_leaf`."""
+    """Return whether `x` is a `StoredArray`; serves as `is_leaf` of JAX's tree functions."""
     return isinstance(x, StoredArray)
 
 
@@ -227,12 +227,12 @@ def flatten(tree: Any) -> tuple[list[tuple[Any, ...]], list[Any], Any]:
 
 
 def array_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a tree that are arrays, or `StoredArray`s of one."""
+    """Return the leaves of a tree that are arrays, or `StoredArray`s that hold one."""
     return [leaf for leaf in flatten(tree)[1] if is_array(leaf)]
 
 
 def of_arrays(tree: Any, values: Iterable[Any]) -> list[Any]:
-    """Return, of `values` (one for each leaf of a tree), those whose leaf is an array."""
+    """Return the values of the arrays of a tree; `values` has one for each leaf."""
     pairs = zip(flatten(tree)[1], values, strict=True)
     return [value for leaf, value in pairs if is_array(leaf)]
 
@@ -250,7 +250,7 @@ def _how(form: LeafSpec) -> str:
 
 
 def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
-    """Return what has probably changed stored data to `shape`, and the remedy."""
+    """Return a text: what probably changed data of shape `stored` to `shape`, and the remedy."""
     if _has_one_more(shape, stored):
         return (
             "`jax.vmap`, `jax.lax.scan` or a stack of trees has added a dim to the stored array. "
@@ -270,7 +270,7 @@ def _what_changed(shape: tuple[int, ...], stored: tuple[int, ...]) -> str:
 
 
 def _has_one_more(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether `shape` without one of its dims is `other`."""
+    """Return whether `shape` has one dim more than `other`, and is equal to it without that dim."""
     return any(shape[:i] + shape[i + 1 :] == other for i in range(len(shape)))
 
 

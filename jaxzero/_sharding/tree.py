@@ -1,4 +1,4 @@
-"""The layout of a tree: structure, a `LeafSpec` for each array, and leaves that are not arrays."""
+"""Lay out a tree: find its structure, a `LeafSpec` for each array, and its other leaves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class TreeLayout:
-    """The structure of a tree, the layout of its arrays, and the values of its other leaves.
+    """The layout of a tree: its structure, the layout of each array, and its other leaves.
 
     Attributes:
         treedef: structure of the tree; a `StoredArray` counts as one leaf.
@@ -64,20 +64,20 @@ class TreeLayout:
         return tuple(leaf.shape for leaf in self.leaves)
 
     def stored(self, arrays: Sequence[Any]) -> Any:
-        """Build the tree from one stored array (or sharding, or struct) for each of its arrays."""
+        """Build the tree from its stored arrays, or from a sharding or struct for each of them."""
         pairs = zip(self.leaves, arrays, strict=True)
         return rebuild(self.treedef, self.statics, [stored_leaf(leaf, x) for leaf, x in pairs])
 
     def whole(self, arrays: Sequence[Any]) -> Any:
-        """Build the tree with `arrays` in place of its arrays, and without `StoredArray`s."""
+        """Build the tree from ordinary arrays, one in place of each stored array."""
         return rebuild(self.treedef, unwrapped(self.statics), arrays)
 
     def with_statics_of(self, tree: Any) -> TreeLayout:
-        """Return this layout with the leaves of `tree` that are not arrays in place of its own."""
+        """Return this layout with the `statics` of `tree`, a tree of the same structure."""
         return dataclasses.replace(self, statics=statics_of(flatten(tree)[1]))
 
     def flatten_like(self, tree: Any) -> list[Any]:
-        """Return the leaf (or sub-tree) of `tree` in place of each array; reverses `whole`.
+        """Return, for each array of the layout, the leaf or sub-tree of `tree` at its place.
 
         Raises:
             ValueError: the tree has another structure.
@@ -96,7 +96,7 @@ def stored_leaf(leaf: LeafSpec, x: Any) -> Any:
 
 
 def rebuild(treedef: Any, statics: Sequence[Static | None], arrays: Sequence[Any]) -> Any:
-    """Build a tree from its arrays and its other leaves, `statics`."""
+    """Build a tree from its arrays and its other leaves; `statics` is as in `TreeLayout`."""
     remaining = iter(arrays)
     leaves = [next(remaining) if s is None else s.value for s in statics]
     return jax.tree.unflatten(treedef, leaves)
@@ -108,19 +108,19 @@ def unwrapped(statics: Sequence[Static | None]) -> list[Static | None]:
 
 
 def statics_of(leaves: Sequence[Any]) -> tuple[Static | None, ...]:
-    """Return, for each leaf, a `Static` if it is no array; None if it is one."""
+    """Return, for each leaf, None if it is an array, and a `Static` that holds it otherwise."""
     return tuple(None if is_array(leaf) else Static(leaf) for leaf in leaves)
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """Return the stored arrays of a tree, without leaves that are not arrays."""
+    """Return the stored arrays of a tree, taken out of `StoredArray`s."""
     return [data_of(leaf) for leaf in array_leaves(tree)]
 
 
 def lay_out(
     tree: Any, mesh: AnyMesh, config: ZeroConfig, specs: Any = None, codec: Codec | None = None
 ) -> TreeLayout:
-    """Lay out a tree of arrays or `ShapeDtypeStruct`s of true shapes.
+    """Choose the layout of a tree of arrays or `ShapeDtypeStruct`s of true shapes.
 
     Args:
         tree: the leaves need `shape` and `dtype`; in an `eqx.Module` or `nnx.Module` they may be
@@ -157,7 +157,7 @@ def lay_out(
             laid_out.append(_as_stored(leaf, name, codec))
             continue
         other = _with_ungathered(other, name, leaf, mesh, config)
-        # State that its gradient overwrites is small, read in full and never encoded: replicated.
+        # State that its gradient overwrites is replicated: it is small, and read in full.
         layout = None if is_state else layout_of_leaf(leaf, mesh, config, other)
         shape = tuple(leaf.shape)
         stages = split_over_stages(shape, other, mesh)
@@ -172,10 +172,10 @@ def lay_out(
 
 
 def layout_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreeLayout:
-    """Find the layout of a tree whose leaves are stored already, from the leaves alone.
+    """Infer the layout of a tree whose leaves are stored already, from the leaves alone.
 
-    A plain array is in its own shape, so it has the layout that `lay_out` gives that shape. If that
-    layout is padded, the array cannot have it, and counts as replicated.
+    A plain array is stored in its own shape, so its layout is the one that `lay_out` chooses for
+    this shape. If that layout needs padding, the array cannot have it, and counts as replicated.
     """
     layout = lay_out(tree, mesh, config)
     arrays = array_leaves(tree)
@@ -190,20 +190,20 @@ def layout_as_stored(tree: Any, mesh: AnyMesh, config: ZeroConfig) -> TreeLayout
 
 
 def as_placed(leaf: LeafSpec, x: Any, num_shards: int) -> LeafSpec:
-    """Return the leaf with the kind of memory that the stored array `x` is in."""
+    """Return the leaf with the kind of memory that `x`, its stored array, is in."""
     return in_memory(leaf, memory_kind_of(data_of(x)), num_shards)
 
 
 def offloaded(
     layout: TreeLayout, offload: Offload | None, num_shards: int, role: Role = "weights"
 ) -> TreeLayout:
-    """Return the layout of a parameter tree after `offload` has moved leaves to host memory.
+    """Return a layout in which the leaves that `offload` names are in host memory.
 
     Args:
         layout: the layout, with all leaves in device memory.
         offload: what is offloaded; None: nothing.
         num_shards: the number of shards of a leaf.
-        role: "gradients" for the layout of gradients.
+        role: "weights" for the layout of parameters, "gradients" for that of gradients.
     """
     if offload is None:
         return layout
@@ -260,7 +260,7 @@ def _is_large_float(leaf: LeafSpec, config: ZeroConfig) -> bool:
 
 
 def _jax_dtype(dtype: Any) -> Any:
-    """Return the dtype that JAX converts `dtype` to: without x64, one of at most 32 bits."""
+    """Return the dtype to which JAX converts `dtype`; it has at most 32 bits without x64."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
 
@@ -272,7 +272,10 @@ def _split_over_stages(
     mesh: AnyMesh,
     config: ZeroConfig,
 ) -> list[PartitionSpec]:
-    """Return the split of each leaf over stages; raise `ValueError` if `specs` splits a leaf."""
+    """Return the split of each leaf over stages.
+
+    `others` are the splits by the user's `specs`; if one splits a leaf, `ValueError` is raised.
+    """
     if any(axes_of(other) for other in others):
         raise ValueError(
             "`specs` cannot be had with `stages` of the config. Leave out one of them."
@@ -290,7 +293,10 @@ def _split_over_stages(
 def _with_ungathered(
     other: PartitionSpec, path: str, leaf: Any, mesh: AnyMesh, config: ZeroConfig
 ) -> PartitionSpec:
-    """Return a leaf's split over `local` if the config leaves it ungathered; else `other`."""
+    """Return a leaf's split over `local` if the config leaves it ungathered; otherwise `other`.
+
+    `other` is the split by the user's `specs`. If both split the leaf, `ValueError` is raised.
+    """
     ungathered = config.ungathered
     own = ungathered and ungathered.split(path, tuple(leaf.shape), mesh)
     if own is None:

@@ -1,9 +1,11 @@
-"""Leaves, such as experts, that are split over `local` along a dim of their own, and stay split.
+"""Configure leaves, such as experts, that stay split over the devices of a node.
 
-A device has `size / local` entries of the dim, and the program sees only these. Such a leaf is
-further split over `node`, along another dim; it is gathered, and its gradient is reduced, over
-`node` only. The gradient on a device already covers the rows of all devices of its node, since they
-send it their tokens; so the sum over nodes is the sum over all rows.
+Such a leaf is split over the mesh axis `local` along one dim, and never gathered over that axis.
+With `local` devices in a node, a device has `size / local` entries of the dim, and the program sees
+only these. The leaf is further split over `node`, along another dim. It is gathered, and its
+gradient is reduced, over `node` only. The gradient on a device already covers the rows of all
+devices of its node, since they send it their tokens; so the sum over nodes is the sum over all
+rows.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from .hops import check_integer
 class Ungathered:
     """Leaves of which each device of a node keeps its own part of one dim, such as its experts.
 
-    Inside a step the function sees a leaf with `1 / local` of this dim, `local` being the devices
-    of a node: device `i` has the `i`-th run of neighbours. Outside, shapes are whole. Tokens have
+    With `local` devices in a node, this dim is cut into `local` contiguous parts. Device `i` has
+    part `i`, and inside a step the loss sees only this part. Outside, shapes are whole. Tokens have
     to be sent to the devices that have their experts: `jz.exchange_tokens`. Any other code that
     reads such a leaf sees this device's part, without a warning: a sum over all experts, as in
     weight decay inside the loss, has to be `jax.lax.psum(x, "local")`. Optimizers see whole shapes.
@@ -60,7 +62,7 @@ class Ungathered:
         """Return the split of a leaf over `local`; None if it is not split.
 
         A leaf is not split if no pattern matches it, if a node has one device, or if its shape
-        cannot be split along the dim, as that of statistics in an optimizer's state.
+        cannot be split along the dim, such as the shape of statistics in an optimizer's state.
         """
         num = mesh.shape[LOCAL]
         if num == 1 or not any(fnmatch.fnmatchcase(path, x) for x in self.patterns):
@@ -70,7 +72,7 @@ class Ungathered:
         return PartitionSpec(*[None] * self.dim, LOCAL)
 
     def _fault(self, shape: tuple[int, ...], num: int) -> str | None:
-        """Return what keeps a leaf of this shape from being split; None if nothing does."""
+        """Return why a leaf of `shape` cannot be split over `num` devices; None if it can."""
         if len(shape) < 2 or self.dim >= len(shape):
             return f"has no dim {self.dim} beside another one (such as 1), which nodes split"
         if shape[self.dim] % num:
@@ -82,13 +84,13 @@ class Ungathered:
 
         Args:
             leaves: the layouts of the leaves, `LeafSpec`s.
-            mesh: has the devices of a node.
-            matched: the patterns that matched a leaf of an earlier tree; patterns that match a leaf
-                of this tree are added. So adapters (LoRA) may follow the weights that the patterns
-                are for.
+            mesh: gives the number of devices of a node.
+            matched: the patterns that matched a leaf of an earlier tree. A pattern that matched one
+                may match no leaf of this tree, such as one of adapters (LoRA). Patterns that match
+                a leaf of this tree are added to the set.
 
         Raises:
-            ValueError: a pattern has matched no leaf, or a leaf that cannot be split.
+            ValueError: a pattern has never matched a leaf, or matches one that cannot be split.
         """
         for pattern in self.patterns:
             chosen = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, pattern)]

@@ -1,9 +1,10 @@
-"""Options of XLA's compiler that the schedule needs, to be passed to `jax.jit`.
+"""Choose options of XLA's compiler that let it carry out the schedule, for `jax.jit`.
 
-The plan of a program decides what may overlap with what; XLA's scheduler decides whether it does.
-On GPUs its defaults keep one collective under way at a time, and begin each as late as a guess of
-its duration allows. Figures are of Llama-7B on 2 x 8 H200, compiled and not run
-(`benchmarks/compiled/aot.py`). On CPUs XLA drops the plan's barriers before it schedules.
+The plan of a program decides which collectives may overlap with which computation; XLA's scheduler
+decides whether they do. On GPUs its defaults keep one collective under way at a time, and begin
+each as late as a guess of its duration allows. Figures in this file are of Llama-7B on 2 x 8 H200,
+compiled and not run (`benchmarks/compiled/aot.py`). On CPUs XLA drops the plan's barriers before it
+schedules.
 
 `_PLATFORMS` has one row for each platform; `register_compiler_options` adds or changes one.
 """
@@ -89,7 +90,14 @@ _CPU_BEFORE_0_11: Options = {
 
 @dataclasses.dataclass(frozen=True)
 class _Platform:
-    """The XLA options of one platform: always, before JAX 0.11, and for several uses."""
+    """The XLA options of one platform.
+
+    Attributes:
+        always: options of every program.
+        before_0_11: further options before JAX 0.11.
+        offload, local_steps, nvlink, stages: changes of these options for a program, if the
+            argument of `compiler_options` with the same name is true. None removes an option.
+    """
 
     always: Options = dataclasses.field(default_factory=dict)
     before_0_11: Options = dataclasses.field(default_factory=dict)
@@ -99,7 +107,10 @@ class _Platform:
     stages: _Changes = dataclasses.field(default_factory=dict)
 
     def options(self, *uses: str) -> _Changes:
-        """Return the options for the installed JAX; None for an option that a use removes."""
+        """Return the options for the installed JAX and the given uses, which are names of fields.
+
+        An option that a use removes has the value None.
+        """
         options: _Changes = {**self.always, **(self.before_0_11 if IS_BEFORE_0_11 else {})}
         for use in uses:
             options |= getattr(self, use)
@@ -132,8 +143,8 @@ def register_compiler_options(
 
     Args:
         platform: a name like `jax.devices()[0].platform`; it may be new.
-        options: names and values, which take precedence over those that are there. `None` takes an
-            option out.
+        options: names and values. They take precedence over existing options; the value `None`
+            removes an option.
 
     Raises:
         ValueError: `platform` is not a name, or an option is not a bool, number or string.

@@ -1,11 +1,15 @@
-"""From a measured similarity to the size of the next batch.
+"""Compute the size of the next batch from the similarity that was measured on the last one.
 
-`WalkRule` is the rule of the SimiGrad paper: a tenth more below the target, a tenth less above.
-`JumpRule` solves phi = 1 / (1 + 2N/B) for the batch B* whose similarity is the target phi*:
+`WalkRule` is the rule of the SimiGrad paper: the batch grows by a tenth if the similarity is below
+the target, and shrinks by a tenth if it is above.
+
+`JumpRule` uses phi = 1 / (1 + 2N/B), where phi is the similarity of the halves of a batch of size
+B, and N the gradient noise scale (see `similarity`). It estimates N from measured similarities, and
+chooses the size B* whose similarity is the target phi*:
 
     B* = 2 N phi* / (1 - phi*),    N = (B/2) (1 - phi) / phi.
 
-`BatchRule` is the base of both, and of a rule defined outside of this package.
+`BatchRule` is the base of both rules, and of rules that users define.
 
 References:
     SimiGrad: Qin et al., NeurIPS 2021.
@@ -27,17 +31,18 @@ _NEARLY_ONE = 1 - 2**-20  # a batch without noise would have an infinite signal
 
 @runtime_checkable
 class BatchRule(Protocol):
-    """How many micro-batches the next batch should take.
+    """A rule that decides how many micro-batches the next batch takes.
 
     Subclass it and pass an instance: `jz.simigrad(inner, rule=MyRule())`. Any object with these two
     methods is a rule. Both are traced under `jit`, so `wanted` branches with `jnp.where`.
     """
 
     def init(self) -> Any:
-        """The rule's memory before the first measurement: a tree of scalars, by default none.
+        """Return the rule's memory before the first measurement: a tree of scalars.
 
-        It is part of the optimizer state, which is saved in checkpoints. It must be scalars, which
-        are replicated, because arrays of optimizer state are split over devices.
+        By default it is empty. The memory is part of the optimizer state, which is saved in
+        checkpoints. It must be scalars, which are replicated, because arrays of optimizer state are
+        split over devices.
         """
         return ()
 
@@ -50,9 +55,9 @@ class BatchRule(Protocol):
         target: Float32[Array, ""],
         memory: Any,
     ) -> tuple[Float32[Array, ""], Any]:
-        """Compute the size of the next batch, in micro-batches, and the new memory.
+        """Return the size of the next batch, in micro-batches, and the new memory.
 
-        The size is then rounded and bounded. If it is NaN, the batch keeps its size.
+        `simigrad` rounds and bounds the size. If the size is NaN, the batch keeps its size.
 
         Args:
             similarity: similarity of equal halves of the last batch, finite.
@@ -60,16 +65,16 @@ class BatchRule(Protocol):
             weight: summed weight of the last batch, such as its number of examples: what `update`
                 was given as `weight`.
             target: similarity to be reached.
-            memory: from `init` or the last call.
+            memory: the rule's memory, from `init` or the last call.
         """
         ...
 
 
 def first_memory(rule: BatchRule) -> Any:
-    """The memory that a rule's `init` returns, as a tree of scalar arrays.
+    """Return the memory that a rule's `init` returns, as a tree of scalar arrays.
 
     Raises:
-        ValueError: `init` returns something else.
+        ValueError: `init` returns anything but a tree of scalars.
     """
     memory = rule.init()
     for path, leaf in jax.tree_util.tree_flatten_with_path(memory)[0]:
@@ -91,10 +96,12 @@ def next_steps(
     target: Float32[Array, ""],
     memory: Any,
 ) -> tuple[Float32[Array, ""], Any]:
-    """Call `wanted` of a rule, and check its result; a size of NaN becomes `steps`.
+    """Call `wanted` of a rule, and return its size and memory, checked.
+
+    A size of NaN becomes `steps`. The arguments are those of `BatchRule.wanted`.
 
     Raises:
-        ValueError: the result is not a real scalar and a memory like that of `init`.
+        ValueError: the result is not a pair of a real scalar and a memory like that of `init`.
     """
     result = rule.wanted(similarity, steps, weight, target, memory)
     if not isinstance(result, tuple) or len(result) != 2:

@@ -1,4 +1,4 @@
-"""Similarity of the gradients of two half-batches, and the gradient noise scale.
+"""Measure the similarity of the gradients of two half-batches, and the gradient noise scale.
 
 A batch of weight W (examples, tokens, micro-batches) is divided into halves of weights w1 and w2
 with mean gradients g1 and g2. If one unit of weight has the gradient G and a covariance of
@@ -43,7 +43,7 @@ class Products(NamedTuple):
     cross: Float32[Array, ""]  # g1.g2
 
     def cosine(self) -> Float32[Array, ""]:
-        """Cosine between g1 and g2, in [-1, 1]; NaN if one is zero or a product is not finite."""
+        """Return the cosine of g1 and g2; NaN if one of them is 0 or a product is not finite."""
         cosine = self.cross / (jnp.sqrt(self.first) * jnp.sqrt(self.second))
         return jnp.clip(jnp.where(jnp.isfinite(cosine), cosine, jnp.nan), -1.0, 1.0)
 
@@ -62,8 +62,8 @@ class Halves(NamedTuple):
 class GradientHalves(NamedTuple):
     """Inner products of the halves of one micro-batch, from `Zero.value_and_grad(halves=True)`.
 
-    Trees are like the gradients, with a float32 scalar for each leaf; leaves without a gradient
-    have 0.
+    `first`, `second` and `cross` are trees like the gradients, with a float32 scalar for each leaf;
+    it is 0 for a leaf without a gradient.
     """
 
     first: Any  # |g1|^2 of the mean over the first half
@@ -73,9 +73,9 @@ class GradientHalves(NamedTuple):
 
 
 class CodecNoise(NamedTuple):
-    """The expected square of what codecs change of the gradient of one micro-batch.
+    """The expected squared norm of the error that codecs add to the gradient of one micro-batch.
 
-    It is `of_noise * T + of_signal * |G|^2`, where G is the expectation of this gradient and T the
+    It is `of_noise * T + of_signal * |G|^2`, where G is the expectation of the gradient and T the
     trace of its covariance.
     """
 
@@ -100,10 +100,11 @@ class Moments(NamedTuple):
 
 
 def leaf_products(mean: Any, first_mean: Any, halves: Halves) -> tuple[list[Array], ...]:
-    """Compute the inner products of each leaf, from the means of the batch and its first half.
+    """Compute the inner products of the two halves' mean gradients, for each leaf.
 
-    The mean of the second half is derived from these two. Leaves may be sharded: each product is
-    a sum over shards, so only scalars are communicated.
+    `mean` is the mean gradient of the batch, and `first_mean` that of its first half. The mean of
+    the second half is derived from these two. Leaves may be sharded: each product is a sum over
+    shards, so only scalars are communicated.
 
     Returns:
         |g1|^2, |g2|^2 and g1.g2, each a list with a float32 scalar for each leaf.
@@ -139,9 +140,10 @@ def without_codec_noise(
         microbatch: weight of one micro-batch.
     """
 
-    # With weight m of a micro-batch and T of one unit of weight, codecs make of |G|^2 + T/w
+    # The expected |g|^2 of a half of weight w is |G|^2 + T/w without codecs, and with codecs
     #     |G|^2 + (1 + of_noise) T/w + of_signal |G|^2 m/w,
-    # and leave the product of two halves, whose errors are independent, at |G|^2.
+    # where m is the weight of a micro-batch, and T that of one unit of weight. The expected g1.g2
+    # stays |G|^2, since the codec errors of the two halves are independent.
     def corrected(square: Array, weight: Array) -> Array:
         added = noise.of_signal * microbatch / weight * products.cross
         return products.cross + (square - products.cross - added) / (1 + noise.of_noise)
@@ -199,7 +201,7 @@ def noise_scale(moments: Moments) -> Float32[Array, ""]:
 
 
 def noise_scale_error(moments: Moments) -> Float32[Array, ""]:
-    """The standard error of `noise_scale`; NaN with fewer than two measurements."""
+    """Return the standard error of `noise_scale`; NaN with fewer than two measurements."""
     scale = noise_scale(moments)
     squares = moments.noise_squares - 2 * scale * moments.cross + scale**2 * moments.signal_squares
     mean_square = jnp.maximum(squares, 0.0) / moments.weight

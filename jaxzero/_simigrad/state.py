@@ -1,4 +1,4 @@
-"""The arguments of `simigrad` and of its `update`, checked, and the state of the transform.
+"""Check the arguments of `simigrad` and of its `update`, and define the state of the transform.
 
 All fields of the state except the accumulators and the inner transform's state are scalars, so that
 they are replicated under any sharding of the optimizer state.
@@ -25,7 +25,7 @@ _LARGEST = 2**24  # float32 represents all integers up to here
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of `simigrad`, documented there. Numbers may be traced arrays."""
+    """The options of `simigrad`, as its docstring explains them; numbers may be traced arrays."""
 
     target_similarity: Any
     initial: Any
@@ -89,7 +89,7 @@ class Settings:
         return RULES[self.rule] if isinstance(self.rule, str) else self.rule
 
     def labels(self, tree: Any) -> list[str] | None:
-        """Return the label of each leaf of `tree`; None without `groups`."""
+        """Return the group label of each leaf of `tree`; None if `groups` is not set."""
         if self.groups is None:
             return None
         if not callable(self.groups):
@@ -182,7 +182,7 @@ def sum_by_label(
 
 
 class GivenHalves(NamedTuple):
-    """Inner products between the gradients of two half-batches, from the argument `halves`."""
+    """The argument `halves`, checked: inner products of the gradients of a micro-batch's halves."""
 
     share: Float32[Array, ""]  # fraction of the micro-batch's weight that is in the first half
     whole: Products  # of the full gradient
@@ -190,7 +190,10 @@ class GivenHalves(NamedTuple):
 
 
 def given_halves(halves: Any, updates: Any, labels: list[str] | None) -> GivenHalves | None:
-    """Convert the argument `halves` to products of the full gradient and of each group."""
+    """Check the argument `halves`, and sum it over all leaves and over each group.
+
+    `updates` are the gradients, and `labels` has the group of each leaf. None stays None.
+    """
     if halves is None:
         return None
     is_tuple = isinstance(halves, tuple | list)
@@ -237,19 +240,19 @@ def _scalar(x: Any) -> Float32[Array, ""]:
 
 
 def is_traced(x: Any) -> bool:
-    """Return True if `x` is an array, possibly traced, as from `inject_hyperparams`."""
+    """Return True if `x` is a JAX array, whose value may be traced and so cannot be checked."""
     return isinstance(x, jax.Array)
 
 
 class GroupState(NamedTuple):
-    """Measurements of one group of parameters."""
+    """The measurements of one group of parameters: its last similarity, and its moving averages."""
 
     similarity: Float32[Array, ""]  # of the last batch measured; NaN before the first
     moments: Moments
 
 
 class SimigradState(NamedTuple):
-    """State of `simigrad`. Read it with `simigrad_stats`."""
+    """The state of the transform `simigrad`. Read it with `simigrad_stats`."""
 
     count: Int32[Array, ""]  # micro-batches in the batch so far
     steps: Int32[Array, ""]  # micro-batches per batch, for the current batch
@@ -304,7 +307,7 @@ def new_state(inner_state: Any, params: Any, settings: Settings) -> SimigradStat
 
 
 def at_least_float32(dtype: DTypeLike) -> DTypeLike:
-    """`dtype` if it is at least as wide as float32, otherwise float32."""
+    """Return `dtype` if it is a float at least as wide as float32, otherwise float32."""
     is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
     return dtype if is_wide else jnp.float32
 

@@ -190,11 +190,12 @@ def simigrad(
 
 
 def _zeros(new: Any, updates: Any) -> Any:
-    """Zeros with the shapes and dtypes of `new`, for the other branch of the `cond`.
+    """Return zero updates, with the shapes and dtypes of `new`, for micro-batches before the last.
 
-    On explicit mesh axes, where the branches must have the same shardings, they are sharded like
-    `new`, otherwise like `updates`. The two differ at stage 1, where gradients are replicated and
-    the optimizer's state is split.
+    They are one branch of a `cond`, whose other branch returns the inner transform's updates `new`.
+    On explicit mesh axes both branches must have the same shardings, so the zeros are sharded like
+    `new`. Otherwise they are sharded like the gradients `updates`. The two differ at stage 1, where
+    gradients are replicated and the optimizer's state is split.
     """
 
     def zeros(x: jax.ShapeDtypeStruct, g: Array) -> Array:
@@ -209,7 +210,7 @@ def _zeros(new: Any, updates: Any) -> Any:
 def _accumulate(
     state: SimigradState, gradients: Any, weight: Float32[Array, ""] | None
 ) -> SimigradState:
-    """Add one micro-batch to the running mean of the batch."""
+    """Add the gradients of one micro-batch to the running mean of the batch."""
     is_first = state.count == 0
     count = state.count + 1
     before = jnp.where(is_first, 0.0, state.weight)
@@ -280,9 +281,9 @@ def _without_codec_noise(
 
 
 def _measure(state: SimigradState, measurement: _Measurement, settings: Settings) -> SimigradState:
-    """Compare the halves of a full batch, and set the size of the next one."""
+    """Record the similarity of a full batch's halves, and set the size of the next batch."""
     halves, whole, groups, is_possible, fewest = measurement
-    # The mean age of a measurement is then as in an average over the last `noise_window` of them.
+    # With this decay the mean age of a measurement is that of the last `noise_window` ones.
     decay = 1 - 2 / (settings.noise_window + 1)
     similarity, by_group = _similarity(whole, groups, halves, settings.combine)
     moments = add_to_moments(state.moments, whole, halves, decay)
@@ -334,7 +335,7 @@ def _similarity(
 
 
 def _end_batch(state: SimigradState) -> SimigradState:
-    """Update the counters after a batch. `seen` is a Kahan sum of two parts, exact up to 2^48."""
+    """Update the counters after a batch; `seen` is a Kahan sum of two floats, exact up to 2^48."""
     added = state.weight + state.seen_rest
     seen = state.seen + added
     return state._replace(

@@ -69,7 +69,7 @@ class LayerCut:
         block: the program.
         forward: the loop that scans the stacks.
         backward: the loop that makes the gradients of the stacks; None if there are none.
-        stacks: all stacks of layers, by the program's inputs that they are computed from.
+        stacks: for each stack of layers, how it is computed from an input of the program.
         stack_gradients: for each output of the program that is the gradient of a stack, by index,
             how it is computed from an output of the backward loop; None for zeros.
         from_forward: all values that depend on the forward loop.
@@ -119,7 +119,7 @@ class LayerCut:
 
     @property
     def cotangents(self) -> list[Atom]:
-        """The inputs of the backward loop that the last stage computes and others receive."""
+        """The inputs of the backward loop that the last stage computes and other stages receive."""
         loop = self.backward
         if loop is None:
             return []
@@ -200,7 +200,7 @@ def dtypes_read(block: Block, value: Value) -> set[Any]:
 
 
 def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
-    """Return all stacks of a program: inputs, and stacks computed from these layer by layer."""
+    """Find all stacks made layer by layer from inputs in `stacks`; return how, by stack."""
     views = {x: LayersOf(x) for x in stacks}
     for operation in block.operations:
         if isinstance(operation, Barrier):
@@ -213,9 +213,9 @@ def _views(block: Block, stacks: Iterable[Value]) -> dict[Value, LayersOf]:
 
 
 def _of_layer(operation: Operation) -> movable_ops.Op | None:
-    """Return the operation that does to one layer what `operation` does to each layer of a stack.
+    """Convert an operation on a stack of layers to the same operation on one layer.
 
-    None: there is none, or it does more than move, scale or round.
+    Return None if the operation mixes layers, or does more than move, scale or round.
     """
     op, source = operation.view(), operation.source
     return None if op is None or source is None else op.of_slice(source.shape)
@@ -250,7 +250,7 @@ def _stack_gradient(block: Block, k: int, path: str) -> LayersOf | None:
 
 
 def _hint_of_list(path: str) -> str:
-    """Return advice how to name a list of layers; "" unless `path` looks like a leaf in one."""
+    """Return advice how to name a list of layers, if `path` looks like a leaf in one; else ""."""
     match = re.match(r"(.*?\.)\d+(\.|$)", path)
     return f'name a list of layers by "{match[1]}*"; ' if match else ""
 
@@ -309,7 +309,8 @@ def _check_loops(forward: Loop, backward: Loop | None) -> None:
 def _check_exchanges(block: Block, *loops: Loop | None) -> None:
     """Raise `NotImplementedError` for a `ppermute` outside of the layer loops `loops`.
 
-    XLA lets the devices of all stages wait for each other in it, but one stage alone would run it.
+    XLA makes the devices of all stages wait for each other in a `ppermute`. Outside of the layer
+    loops only one stage would run it, so that stage would wait forever.
     """
     for operation in block.operations:
         if operation not in loops and any(name == "ppermute" for name, _ in exchanges(operation)):

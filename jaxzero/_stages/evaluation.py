@@ -1,13 +1,14 @@
 """Compute values of a program on demand, and the first or the last stage's part of gradients.
 
 The gradient of a weight outside of the layers may come from both ends of a pipeline. For example,
-that of an embedding that is also the head comes from the first stage and from the last. It is a sum
+an embedding that is also the head gets gradients on the first stage and on the last. Its gradient
+is a sum
 
     g = at_head + of_layers(cotangents)
 
-where `cotangents` are the results of the backward loop. The first part does not depend on them, and
-the last stage has all that it reads. The second part is linear in them, and the first stage has all
-that it reads. `Sums` evaluates one of the parts: in additions it leaves out the terms of the other.
+where `cotangents` are the results of the backward loop. `at_head` does not depend on them, and the
+last stage can compute it. `of_layers` is linear in them, and the first stage can compute it. `Sums`
+evaluates one of these parts: in additions it leaves out the terms of the other part.
 
 `zeros_of_layer` finds the values that are zero in backward of a micro-batch that does not exist.
 """
@@ -57,7 +58,7 @@ class Evaluation:
         given: the values that are known at first.
         loops: the layer loops, which are never run here.
         exists: a scalar, false in a tick that has no micro-batch: then the operations that are run
-            have no effects on the host, such as prints. None: they always have.
+            have no effects on the host, such as prints. None: they always have these effects.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ def before_widening(block: Block, atom: Atom) -> Atom:
 def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
     """Return the values in the body of the backward loop that are zero if no micro-batch exists.
 
-    Then all cotangents are zeros: the loop's carry, and `travelling`. The other inputs are those of
+    All cotangents are then zeros: the loop's carry, and `travelling`. The other inputs are those of
     some existing micro-batch. So a product of a cotangent and another input is zero, unless that
     micro-batch has values that are not finite.
     """
@@ -181,11 +182,13 @@ def zeros_of_layer(loop: Loop, travelling: Collection[Atom]) -> set[Value]:
 
 
 def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]:
-    """Return what `_zeros` finds in the body of a loop, if it holds in all iterations.
+    """Find the values in the body of a loop that are zero in all iterations.
+
+    The result is that of `_zeros` for the body.
 
     Args:
         loop: the loop.
-        given: for each input of the loop whether it is zero; None: it depends on no cotangent.
+        given: for each input of the loop, whether it is zero; None: it depends on no cotangent.
     """
     given, carry = [*given], slice(loop.num_constants, loop.first_stack)
     while True:
@@ -199,7 +202,7 @@ def _zeros_inside(loop: Loop, given: Sequence[bool | None]) -> dict[Value, bool]
 
 
 def _zeros(block: Block, given: Mapping[Value, bool]) -> dict[Value, bool]:
-    """Find the values of a block that are zero since the cotangents that they depend on are.
+    """Find the values of a block that are zero because they depend on cotangents of zero.
 
     Args:
         block: the block.
@@ -282,10 +285,10 @@ def before_moves(block: Block, output: int) -> Any:
 
 
 class Sums:
-    """A split into two terms of each value that depends on the backward loop; it computes either.
+    """An evaluator of one of two terms, whose sum is a value that depends on the backward loop.
 
     One term, "of the layers", is linear in the results of the backward loop. The other, "the rest",
-    does not depend on them.
+    does not depend on these results.
 
     Args:
         block: the program.
@@ -344,7 +347,7 @@ class Sums:
         parts: dict[Value, Any] = {}
 
         def read(atom: Atom) -> Any:
-            """Return the term of an atom, None for zero; read an atom without terms in full."""
+            """Return an atom's term (None for zero), or its value if it is not split in terms."""
             if not is_part(atom):
                 return None
             if not isinstance(atom, Value) or atom not in self._tainted or atom in values.known:

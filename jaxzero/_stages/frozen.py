@@ -87,8 +87,8 @@ def cut_behind_frozen(
 ) -> FrozenCut | None:
     """Cut a program of one micro-batch behind its frozen layers; return None if it has none.
 
-    Frozen layers through which gradients pass are not cut off. In forward, the first stage runs
-    them before the layers that stages divide; in backward, after these.
+    Frozen layers through which gradients pass are not cut off. The first stage runs them: before
+    the divided layers in forward, and after the divided layers in backward.
 
     Args:
         block: the program.

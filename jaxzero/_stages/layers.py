@@ -49,7 +49,7 @@ class StageLayers:
         return self.num * self.num_stages != self.total
 
     def exist(self) -> Bool[Array, " n"] | None:
-        """Return which of this stage's layers are not padding; None if no stage has padding."""
+        """Return a mask of this stage's layers, False for padding; None if no stage has padding."""
         return self._numbers() < self.total if self.has_padding else None
 
     def of(self, whole: Shaped[Array, "L ..."]) -> Shaped[Array, "n ..."]:
@@ -61,7 +61,7 @@ class StageLayers:
     def put(
         self, whole: Shaped[Array, "L ..."], part: Shaped[Array, "n ..."]
     ) -> Shaped[Array, "L ..."]:
-        """Return `whole` with this stage's layers replaced by `part`; leave out padding layers."""
+        """Return `whole` with this stage's layers replaced by `part`, whose padding is not used."""
         if self.has_padding:
             return whole.at[self._numbers()].set(part, mode="drop")
         return lax.dynamic_update_slice_in_dim(whole, part, self.stage * self.num, 0)

@@ -98,16 +98,17 @@ class LayerLists:
     def is_divided(self, j: int) -> bool:
         """Return True if the layers of array `j` are divided between the stages.
 
-        The frozen layers that `zero.freeze` has split off are not.
+        Frozen layers that `zero.freeze` has split off are not divided.
         """
         is_stack = self.stages is not None and self.stages.has(self.arrays[j].path)
         return is_stack and j not in self.frozen
 
     @functools.cached_property
     def stacks(self) -> dict[int, StackPart]:
-        """The part of a whole stack that each array of stacked layers is, by the array's index.
+        """For each array of stacked layers, which part of a whole stack it is.
 
-        A stack whose first layers are frozen has two parts: the frozen and the active layers.
+        A stack whose first layers are frozen has two parts: the frozen and the active layers. Keys
+        are indices of arrays.
 
         Raises:
             ValueError: two arguments hold frozen layers of one stack.
@@ -154,7 +155,7 @@ class LayerLists:
         return [j for j, group in enumerate(self.members) if group[0] in wanted]
 
     def apart_of(self, leaves: Iterable[int]) -> list[int]:
-        """Return the indices of the arrays of the given leaves, none of which may be in a list.
+        """Return, for each of some leaves outside of lists, the index of the array that it is.
 
         Raises:
             NotImplementedError: a leaf is in a list.
@@ -168,7 +169,10 @@ class LayerLists:
         return [own[i] for i in leaves]
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the leaves of all arrays: take the stacks of lists apart. Nothing is padded."""
+        """Convert one value for each array to one for each leaf, in the order of leaves.
+
+        The stacks of lists are split into their layers. `arrays` have no padding layers.
+        """
         leaves: dict[int, Any] = {}
         for j, (x, group) in enumerate(zip(arrays, self.members, strict=True)):
             for row, i in enumerate(group):
@@ -227,7 +231,7 @@ class LayerLists:
         return [whole[row] for row in range(len(self.members[j]))]
 
     def _dim_of_stages(self, j: int) -> int | None:
-        """Return the dim of a list's stack along which stages split the leaves; None if none."""
+        """Return the dim of a list's stack that is split over stages in storage; None if none."""
         split = self.leaves[self.members[j][0]].stages
         return None if split is None else split.dim + 1
 

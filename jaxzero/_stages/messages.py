@@ -81,8 +81,8 @@ class Message(NamedTuple):
 def sent(message: Message) -> list[Any]:
     """Send a message, and return the decoded arrays that this stage receives.
 
-    Zeros are received by the first stage if all send to the next stage, and by the last stage if
-    all send to the stage before.
+    A stage without a sender receives zeros: the first stage if stages send to the next one, the
+    last stage if they send to the one before.
     """
     arrays, shift, encoding = message
     received = _permuted([encoding.encode(x) for x in arrays], shift)
@@ -90,7 +90,7 @@ def sent(message: Message) -> list[Any]:
 
 
 def _permuted(arrays: list[Any], shift: int) -> list[Any]:
-    """Send arrays `shift` stages on, and return the received arrays; keep None in its place."""
+    """Send arrays `shift` stages on, and return the received arrays; None in the list stays."""
     num = lax.axis_size(STAGE)
     pairs = [(i, i + shift) for i in range(num) if 0 <= i + shift < num]
     with labelled("activations"):

@@ -36,7 +36,7 @@ class Staged:
         differentiated: the indices of the parameters whose gradients `flat` returns.
         is_rows: for each input, whether it has a value of its own in each micro-batch.
         microbatches: the number of micro-batches.
-        share: a factor of gradients, if examples have no weights.
+        share: the factor that gradients are multiplied by, if examples have no weights.
         activations: what forward of a micro-batch keeps for backward.
         num_combined: how many of the last outputs of `flat` are gradients too.
         encoding: how arrays are encoded that are sent between stages.
@@ -165,19 +165,19 @@ class Staged:
         """Run all micro-batches on this stage.
 
         Args:
-            parameters: of each stack this stage's layers, padded with zeros where the stage has
-                fewer; and the other parameters in full.
+            parameters: for a stack, this stage's layers, padded with zeros if other stages have
+                more; any other parameter in full.
             inputs: the inputs; those with rows are `[microbatches, ...]`.
 
         Returns:
             A tuple of loss, weight, gradients and other outputs:
             - the sum of the losses of all micro-batches; if there are no weights, their mean;
             - the sum of the weights, or None;
-            - for each gradient its sum over micro-batches: for a stack that of this stage's layers,
-              for another parameter this stage's term of the sum. If there are no weights, they are
-              multiplied by `share`;
-            - the other outputs, `[microbatches, ...]`. If `Pipeline.run` returns a number too, it
-              is appended to them.
+            - a list of gradients, summed over micro-batches. A stack's gradient is of this stage's
+              layers. Any other gradient is this stage's term of a sum over stages. If there are no
+              weights, gradients are multiplied by `share`;
+            - the other outputs, `[microbatches, ...]`, and last the element of a message that
+              `Pipeline.run` returns, if there is one.
         """
         weights = dict(zip(self._parameters, parameters, strict=True))
         rows = dict(zip(self.block.inputs, self._numbers, strict=False))

@@ -1,4 +1,4 @@
-"""The arrays that a stage keeps from tick to tick, and the micro-batch of a part of a tick."""
+"""The arrays that a stage keeps from tick to tick, and the micro-batches that a tick works on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class State(NamedTuple):
     """The arrays that a stage keeps from one tick to the next.
 
     Attributes:
-        activations: the message that came from the stage before: the carry of the forward loop, and
-            its stacked outputs that the head reads, with the layers of all stages.
+        activations: the message that came from the stage before (`LayerCut.activations`): the carry
+            of the forward loop, and the stacked outputs of this loop that the head reads, with the
+            layers of all stages.
         cotangents: the message that goes to the stage before: the carry of the backward loop, and
             the values that each of its layers reads (`LayerCut.travelling`).
         saved: an array `[slots, layers, ...]` for each output that forward saves for backward.

@@ -9,9 +9,9 @@ micro-batches are in flight, whose saved activations lie in a ring of as many sl
 If a part of a tick has no micro-batch on a stage, it works on the nearest one, and its results are
 dropped. Backward then gets cotangents of zero. Gradients that are not zero nevertheless are masked
 before they are reduced; where stages have padding layers, all gradients are masked. Forward stores
-what it saves in the slot of that micro-batch: the first micro-batch overwrites its slot when it
-runs, and after the last one the slot gets a copy of what it holds. So backward always reads what
-was saved of a micro-batch that exists.
+activations in the slot of the nearest micro-batch. Before the first micro-batch, that is harmless:
+the micro-batch overwrites its slot when it runs. After the last one, the slot gets the activations
+that it holds already. So backward always reads activations of a micro-batch that exists.
 
 References:
     PipeDream (https://arxiv.org/abs/1806.03377), 1F1B;
@@ -39,7 +39,7 @@ from .state import MicroBatch, State, masked, num_slots, zeros
 
 
 class Pipeline:
-    """The ticks of one stage: they run its part of each micro-batch, and send the messages.
+    """The ticks of one stage, which run the stage's part of each micro-batch and send messages.
 
     Args:
         cut: the program of one micro-batch, cut at its layer loops.
@@ -48,7 +48,7 @@ class Pipeline:
         rows: the arrays of the program's other inputs, `[microbatches, ...]`.
         outer: indices of the outputs that are gradients of weights outside of the layers.
         microbatches: the number of micro-batches.
-        share: a factor of gradients, before they are added up.
+        share: the factor that gradients are multiplied by before they are added up.
         encoding: how arrays are encoded that are sent between stages.
     """
 
@@ -96,9 +96,9 @@ class Pipeline:
 
         Returns:
             An array for each output of the program; and an element of the first message of the last
-            ticks, for which later messages should wait, or None. A gradient of a stack is of this
-            stage's layers, one of another weight is this stage's term; both are summed over
-            micro-batches. Other outputs are `[microbatches, ...]`, equal on all stages.
+            ticks, for which later messages should wait, or None. Gradients are summed over
+            micro-batches: a stack's has this stage's layers, any other is this stage's term of a
+            sum. Outputs that are no gradients are `[microbatches, ...]`, equal on all stages.
         """
         with at_line_of(self.cut.forward):
             return self._run()
@@ -138,8 +138,8 @@ class Pipeline:
     ) -> tuple[State, list[Any]]:
         """Run ticks of the same `parts` (see `_tick`) in a loop; return state and sums after it.
 
-        `sums` are the sums of gradients so far, in the order of `_no_sums`. The loop carries only
-        the sums that it adds to: so the plan of reductions recognizes them.
+        `sums` are the sums of gradients so far, in the order of `_no_sums`. The loop carries a
+        sum only if it adds to it: otherwise the plan of reductions would not recognize the sum.
         """
         if not ticks:
             return state, [*sums]
@@ -164,7 +164,7 @@ class Pipeline:
         return state, [next(left) if grows else x for x, grows in zip(sums, grow, strict=True)]
 
     def _has_terms(self, i: int, head: bool = False, **_: bool) -> bool:
-        """Return True if a tick with these parts adds to sum `i`; some sums grow only in heads."""
+        """Return True if a tick, with the head or without it, adds to sum number `i`."""
         stacks = list(self.cut.stack_gradients.values())
         if i < len(stacks):
             return stacks[i] is not None
@@ -172,7 +172,7 @@ class Pipeline:
         return self.sums.has_layers(gradient) or (head and self.sums.has_rest(gradient))
 
     def _no_sums(self) -> list[Array]:
-        """Return zeros to start the sums of gradients with: first stacks, then other weights."""
+        """Return zeros to which gradients are added: first for stacks, then for other weights."""
         stacks = [self.cut.block.outputs[k] for k in self.cut.stack_gradients]
         outer = [self.cut.block.outputs[k] for k in self.outer]
         shapes = [(self.layers.num, *shape_of(x)[1:]) for x in stacks]
@@ -189,7 +189,7 @@ class Pipeline:
         backward: bool = False,
         receive: bool = False,
     ) -> tuple[State, list[list[Array]]]:
-        """Run the parts of tick `number` whose flags are true; `receive` sends cotangents first.
+        """Run the parts of tick `number` whose flags are true; `receive`: first send cotangents on.
 
         Returns:
             The state after the tick, and a list of terms to add to each sum of `_no_sums`.
@@ -354,7 +354,7 @@ class Pipeline:
         return scan_beside(loop, passing_padding(layer), carry, layers, self.layers.num, beside)
 
     def _layers(self, loop: Loop, values: Evaluation, rows: Mapping[Value, Any]) -> Layers:
-        """Return the stacks that a loop scans on this stage, and which of the layers exist.
+        """Return the stacks that a loop scans on this stage, and which layers are not padding.
 
         `rows` has stacks of this stage's layers; `values` computes stacks of all layers.
         """
@@ -372,7 +372,7 @@ class Pipeline:
     def _where(
         self, condition: Array, made: Callable[[], list[Any]], others: list[Any], like: Any
     ) -> list[Any]:
-        """Return `made()` if the condition holds; else `others`, and zeros for the rest."""
+        """Return `made()` if the condition holds; else the arrays `others`, followed by zeros."""
         # `like` has a value of the program for each result: its dtype, and the shape of the zeros.
 
         def typed(arrays: list[Any]) -> list[Any]:

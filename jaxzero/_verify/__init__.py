@@ -1,8 +1,8 @@
 """Check that a step computes what plain JAX computes on one device, under derived bounds.
 
-In: a `Problem`, which is one call of a loss with full arrays for plain JAX, and `Runs`, which run
-the configured step on them. For local steps: a `Round` and `RoundRuns`. Out: a `VerifyReport`.
-`_zero` makes the inputs for `Zero.verify`.
+In: a `Problem`, which is one call of a loss with full arrays, for plain JAX; and `Runs`, functions
+that run the configured step on the same arrays. For local steps: a `Round` and `RoundRuns`. Out: a
+`VerifyReport`. `_zero` makes the inputs for `Zero.verify`.
 """
 
 from .problem import Problem as Problem

@@ -1,19 +1,19 @@
-"""Bound the errors that a config's codecs make, hop by hop, from `Codec.error_bound`.
+"""Bound the errors that a config's codecs make in weights and gradients.
 
-A weight `w` arrives as `w + e`, where `|e|` is at most the sum of `error_bound` over the codecs
-that the weight passes. The effect of these errors on losses and gradients is sampled: see
-`OneDevice.samples`.
+The bounds follow from `Codec.error_bound`. A weight `w` arrives as `w + e`, where `|e|` is at most
+the sum of `error_bound` over the codecs that encode the weight on its way. The effect of these
+errors on losses and gradients is sampled: see `OneDevice.samples`.
 
-Let `b` be the `error_bound` of a mesh axis. The gradient `g_d` of a device changes by at most
-`b(g_d)` on the axis `local`. Then the mean over a node's devices changes by at most
+Let `b` be the `error_bound` of the codec of a mesh axis. The gradient `g_d` of a device changes by
+at most `b(g_d)` on the axis `local`. Then the mean over a node's devices changes by at most
 `b(|mean g_d| + mean b(g_d))` on the axis `node`. So an element of the mean over all devices is off
 by at most the mean of the first bounds plus the mean of the second. Where sums are not split over
 the axes that they are summed over (`split="local"`, stages 0 and 1), they are encoded once more on
 their way back.
 
-A wrong scale of a gradient `g` shows in the sum `sum e_i g_i`, where `e_i` are the errors. Codecs
-round to nearest or without bias, so this sum is at most `6 sqrt(sum b_i^2 g_i^2)`, except with a
-probability of 3e-8 (Hoeffding).
+If a gradient `g` is scaled wrongly, its errors `e_i` make the sum `sum e_i g_i` large. Codecs round
+to nearest or without bias, so that of their errors this sum is at most `6 sqrt(sum b_i^2 g_i^2)`,
+except with a probability of 3e-8 (Hoeffding).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def has_codecs(config: ZeroConfig) -> bool:
 
 
 def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
-    """Bound the change of each element of a weight by the codecs that it passes.
+    """Return how much codecs may change each element of a weight on its way to a device.
 
     Args:
         leaf: the layout of the weight.
@@ -78,10 +78,11 @@ def weight_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
 
 
 def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
-    """Return `weight_bound` for a table whose rows are sent to the devices that look them up.
+    """Return how much codecs may change each element of a table whose rows are looked up.
 
-    Each row is a message, and is encoded again for each axis. A sum of rows is off by at most the
-    sum of their bounds.
+    Each row is sent as a message to the devices that look it up, and is encoded again for each
+    axis. A sum of rows is off by at most the sum of their bounds. Arguments and result are as in
+    `weight_bound`.
     """
     rows = np.abs(np.asarray(x, np.float32)).reshape(len(x), -1)
     total = np.zeros(rows.shape, np.float32)
@@ -93,7 +94,7 @@ def row_bound(leaf: LeafSpec, x: Any, comm: CommSpec) -> Any:
 
 
 def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfig) -> Any:
-    """Bound the change of each element of a mean gradient by the codecs that it passes.
+    """Return how much codecs may change each element of a gradient, the mean over all devices.
 
     Args:
         leaf: the layout of the parameter.
@@ -127,7 +128,7 @@ def gradient_bound(leaf: LeafSpec, parts: Any, comm: CommSpec, config: ZeroConfi
 
 
 def bounds_of(error: Any, result: Any) -> Any:
-    """Return bounds of the three measures of `samples.measured`, `[3]`.
+    """Return bounds, `[3]`, of the change of a result by codecs, as `samples.measured` measures it.
 
     Args:
         error: for each element of a result, the bound of its error.
@@ -139,7 +140,7 @@ def bounds_of(error: Any, result: Any) -> Any:
 
 
 def bound_of_shards(codec: Codec, leaf: LeafSpec, x: Any) -> Any:
-    """Return the `error_bound` of each element of a leaf, float32 in its shape.
+    """Return how much `codec` may change each element of a leaf, float32 in the leaf's shape.
 
     Each device encodes its shard of the leaf as one message.
     """
@@ -148,7 +149,7 @@ def bound_of_shards(codec: Codec, leaf: LeafSpec, x: Any) -> Any:
 
 
 def _bound(codec: Codec, leaf: LeafSpec, x: Any, num: int, num_lead: int | None = None) -> Any:
-    """Return the `error_bound` of each element of a leaf that is sent in `num` shards.
+    """Return how much a codec may change each element of a leaf that is sent in `num` shards.
 
     Args:
         codec: the codec.

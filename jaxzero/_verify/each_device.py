@@ -1,7 +1,7 @@
 """Run plain JAX on each device's own rows, and take the mean over devices, as a right step does.
 
-The result differs from that of one device with all rows if the loss is not a mean over rows. So it
-tells an error of the step from a loss that depends on which rows share a device.
+If the loss is not a mean over rows, this mean differs from what one device computes with all rows.
+If the step gives this mean, the step is right, and the loss depends on which rows share a device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class EachDevice:
         microbatches: the number of micro-batches into which the rows of a device are cut.
 
     Attributes:
-        is_counted: which micro-batches are in the means, booleans `[devices, microbatches]`.
+        is_counted: which micro-batches are part of the means over devices, booleans `[devices,
+            microbatches]`.
     """
 
     def __init__(self, problem: Problem, mesh: AnyMesh, microbatches: int):
@@ -51,7 +52,8 @@ class EachDevice:
 
         Args:
             arrays: this device's arrays of the problem.
-            seed: if given, each operation is moved by its rounding error, as in `moved`.
+            seed: the seed of `moved`, by which each operation's result is moved by its rounding
+                error; None: no result is moved.
         """
         function = functools.partial(self.problem.loss_and_grads, divide=False)
         parts = []
@@ -102,16 +104,19 @@ class EachDevice:
         return [means[0], *aux, *means[1:]]
 
     def samples(self, results: Sequence[Any]) -> Samples:
-        """Measure how far results lie from `results` if operations are moved by rounding errors."""
+        """Measure how far results change if each operation's value is moved by its rounding error.
+
+        `results` are the unchanged results, those of `combined`.
+        """
         specs = list(self.problem.specs), PartitionSpec()
         run = jax.jit(map_devices(self._parts, self.mesh, specs, PartitionSpec(AXES)))
         return Samples.of(lambda seed: self.combined(on_host(run(self.arrays, seed))), results)
 
 
 def _placed(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """Put an array on devices, which all processes hold in full.
+    """Return an array of `sharding`, made from an array that all processes hold in full.
 
-    For random keys their data are put, and made keys on the devices.
+    Random keys are put on the devices as their data, which are made keys again there.
     """
     if is_key(x):
         data = jax.device_put(on_host(x), sharding)

@@ -1,17 +1,22 @@
-"""Find the first operation that gives a device's rows another value than with all rows together.
+"""Find the first operation whose value for a device's rows depends on rows of other devices.
 
 The loss is traced twice: for all rows, and for the rows of one part. A part is a device, or a
 micro-batch of a device. Both programs are run operation by operation, the second for each part.
-Every value of the parts should be one of these:
+Every value of the second program is compared with the same value of the first. If the value has
+rows, each part should have
 
     the part's rows of the value for all rows, in backward perhaps times the number of parts, since
-    each part takes its own mean;
-    if it has no rows, equal on all parts to the value for all rows;
-    if it has no rows, a term: the value for all rows is the sum or the mean over parts.
+    each part takes its own mean.
 
-The first value in program order that is none of these shows where rows of different parts meet.
-Values count as equal if they agree in half of their digits, since roundings may change the others.
-With several processes, each computes the values of all parts by itself, on a device of its own.
+If it has no rows, each part should have either
+
+    the value for all rows, in backward perhaps times a power of the number of parts; or
+    a term of it, so that the value for all rows is the sum or the mean over parts.
+
+The first value in program order for which none of these holds shows where rows of different parts
+meet. Values count as equal if they agree in half of their digits, since roundings may change the
+other digits. With several processes, each process computes the values of all parts by itself, on a
+device of its own.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ from .problem import Problem, is_key, on_host
 
 
 class _FoundError(Exception):
-    """Ends the search; its message is the sentence about the first operation that differs."""
+    """The exception that ends the search; its message is a sentence about the operation found."""
 
 
 def first_difference(
     problem: Problem, mesh: AnyMesh, microbatches: int, wanted: Sequence[int]
 ) -> str:
-    """Return a sentence about the first operation that mixes rows of parts; "" if none is found.
+    """Return a sentence about the first operation that mixes rows of several parts, or "".
 
     Args:
         problem: the call to run.
@@ -65,26 +70,26 @@ def first_difference(
 
 
 def shared_draw(problem: Problem, mesh: AnyMesh) -> str:
-    """Return the line where all devices draw the same random numbers for their rows, or ""."""
+    """Return the first source line where all devices draw the same random numbers, or ""."""
     lockstep = _Lockstep(problem, mesh, 1, functools.partial(_forward, problem), judged=False)
     lockstep.run()
     return lockstep.shared
 
 
 def _forward(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
-    """Return the loss, its weight if it has one, and `aux`."""
+    """Return the loss, its weight if it has one, and the arrays of `aux`, in one list."""
     value, weight, aux = problem.function(arrays)
     return [value, *aux] if weight is None else [value, weight, *aux]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """A value of the program for all rows, and the same value of the program for each part.
+    """A value of the program for all rows, and the same value in the program of each part.
 
     Attributes:
         whole: the value for all rows.
         parts: the value of each part.
-        source: the line that computes it, if it is a sum or mean over rows of different parts.
+        source: the source line that computes it, if `whole` is the sum or mean of `parts`; else "".
     """
 
     whole: Any
@@ -93,17 +98,17 @@ class _Pair:
 
 
 class _Lockstep:
-    """Runs the program for all rows and that for each part, operation by operation.
+    """Runs two programs operation by operation: one for all rows, and one for each part.
 
     Args:
         problem: the call to run.
         mesh: the devices.
         microbatches: the number of micro-batches of a device.
-        results: the function that is traced for both programs.
+        results: the function of a list of arrays that is traced to both programs.
         judged: whether to compare values, and raise `_FoundError` at the first that differs.
 
     Attributes:
-        shared: the first line where all parts draw the same random numbers; "" for none.
+        shared: the first source line where all parts draw the same random numbers; "" for none.
     """
 
     def __init__(
@@ -136,13 +141,13 @@ class _Lockstep:
     def _block(
         self, whole: Block, part: Block, inputs: Sequence[_Pair], where: str
     ) -> list[_Pair] | None:
-        """Run a block for all rows and for each part, and return its outputs.
+        """Run a block of both programs in lockstep, and return the values of its outputs.
 
         Args:
             whole: the block of the program for all rows.
             part: the block of the program for a part.
             inputs: the values of the blocks' inputs.
-            where: the iteration of the loops around, for the sentence.
+            where: the iteration of each loop around the block, as words for the sentence.
 
         Returns:
             The values of the outputs; None if the two blocks have different operations.
@@ -151,7 +156,7 @@ class _Lockstep:
             return None
         env: dict[Value, _Pair] = {}
         env.update(zip(whole.inputs, inputs, strict=True))
-        names = dict(zip(part.inputs, whole.inputs, strict=True))  # of a part: of the whole
+        names = dict(zip(part.inputs, whole.inputs, strict=True))  # from part to whole
 
         def read(x: Any, y: Any) -> _Pair:
             if isinstance(x, Value) and isinstance(y, Value):
@@ -211,7 +216,7 @@ class _Lockstep:
         return [*carry, *stacks]
 
     def _drawn(self, operation: Operation, pair: _Pair) -> _Pair:
-        """Replace the random bits for all rows by those that the parts draw for their rows."""
+        """Return `pair` with its random bits for all rows replaced by those that the parts draw."""
         dims = _split_dims(pair, self.num)
         if not dims:
             return pair
@@ -223,10 +228,12 @@ class _Lockstep:
     def _judged(
         self, operation: Operation, pair: _Pair, inputs: Sequence[_Pair], where: str
     ) -> _Pair:
-        """Return the pair, with its `source` set if `whole` is the sum or mean of `parts`.
+        """Compare a value for all rows with those of the parts, and return the pair.
+
+        If the value for all rows is the sum or mean of the others, `source` is set in the result.
 
         Raises:
-            _FoundError: the values are in none of the relations at the top of this file.
+            _FoundError: none of the relations in the docstring of this module holds.
         """
         dtype = getattr(pair.whole, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -279,7 +286,7 @@ def _traced(results: Callable, mesh: AnyMesh, arrays: Sequence[Any]) -> Block:
 
 
 def _parts(problem: Problem, arrays: Sequence[Any], num: int) -> list[list[Any]]:
-    """Return the arrays of each of `num` parts: arrays with rows are cut, others are whole."""
+    """Return the arrays of each of `num` parts: arrays with rows are cut, others are kept whole."""
 
     def cut(x: Any, spec: PartitionSpec) -> list[Any]:
         dim = split_dim(spec)
@@ -299,7 +306,7 @@ def _is_collective(operation: Operation) -> bool:
 
 
 def _run(operation: Operation, inputs: Sequence[Sequence[Any]], mesh: Any) -> list[list[Any]]:
-    """Run an operation for each part, and return the outputs of each.
+    """Run an operation for each part; return a list of outputs for each part.
 
     Args:
         operation: the operation.
@@ -331,9 +338,9 @@ def _split_dims(pair: _Pair, num: int) -> list[int] | None:
 
 
 def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
-    """Return True if each part equals its own rows of `whole`, up to a factor of `_factors`.
+    """Return True if each part equals its own rows of `whole`, up to one factor of `_factors`.
 
-    `dims` are the dims that parts cut. Rows may lie inside a dim that a reshape has merged.
+    `dims` are the dims that are shorter in a part. A reshape may have merged rows with other dims.
     """
     num = len(parts)
     for outers in itertools.product(*(_divisors(parts[0].shape[i]) for i in dims)):
@@ -345,9 +352,10 @@ def _is_row_aligned(whole: Any, parts: list[Any], dims: Sequence[int]) -> bool:
 
 
 def _cut(whole: Any, dims: Sequence[int], outers: Sequence[int], i: int, num: int) -> Any:
-    """Return part `i` of `num` of an array, each of whose `dims` is `[outer, num, rest]`, merged.
+    """Return the rows of part `i` of `num`, from an array for all rows.
 
-    `outers` has the size of `outer` for each of the dims.
+    Each of `dims` is seen as `[outer, num, rest]`, with the sizes of `outer` in `outers`, and index
+    `i` of `num` is taken.
     """
     for dim, outer in zip(dims, outers, strict=True):
         shape = whole.shape
@@ -359,7 +367,8 @@ def _cut(whole: Any, dims: Sequence[int], outers: Sequence[int], i: int, num: in
 def _factors(num: int) -> list[float]:
     """Return the factors by which a part's value may differ from the value for all rows.
 
-    They are powers of `num`: parts take means over fewer rows, and backward multiplies them.
+    They are powers of `num`, the number of parts, since a part takes means over fewer rows, and
+    backward multiplies the factors of several means.
     """
     return [float(num) ** power for power in (0, 1, -1, 2, -2)]
 
@@ -371,7 +380,8 @@ def _divisors(size: int) -> list[int]:
 def _is_near(x: Any, y: Any, size: Any = 0.0) -> bool:
     """Return True if `x` and `y` agree in half of the digits of the dtype of `y`.
 
-    The norm of their difference is compared with the largest of their norms and `size`.
+    The norm of `x - y` is compared with the largest of three numbers: the norms of `x` and `y`, and
+    `size`.
     """
     digits = float(jnp.finfo(y.dtype).eps) ** 0.5
     x, y = x.astype(_wide(x)).ravel(), y.astype(_wide(y)).ravel()

@@ -25,14 +25,14 @@ _PRODUCT_EPS = {"cuda": 2.0**-10, "gpu": 2.0**-10, "rocm": 2.0**-10, "tpu": 2.0*
 
 
 class OneDevice:
-    """Computes a problem by plain JAX on one device, and samples the effect of roundings.
+    """Computes a problem by plain JAX on one device, and samples how roundings change results.
 
     Args:
         problem: the call to compute, with all rows.
         device: the device that plain JAX runs on.
         platform: the platform of the step that the results are compared with.
-        spread: for each array of the problem, by how much codecs may change each element; None:
-            there are no codecs.
+        spread: for each array of the problem, how much codecs may change each of its elements, an
+            array of the same shape; None: there are no codecs.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class OneDevice:
         spread: Sequence[Any] | None,
         say: Callable[[str], None],
     ) -> OneDevice:
-        """Compile a problem for the device that `choose_device` finds.
+        """Compile a problem for the device that `choose_device` returns.
 
-        If `reference` is None and the compiled program does not fit on that device, compile it for
-        the host's CPU.
+        If `reference` is None and the compiled program does not fit on that device, it is compiled
+        for the host's CPU instead.
 
         Args:
             problem: the call to compute.
-            given: the call of the step, whose arrays decide which device has the room.
+            given: the call that the step runs, whose arrays decide which device has the memory.
             mesh: the mesh of the step.
             reference: see `choose_device`.
             spread: see `OneDevice`.
-            say: called with sentences about the memory that is needed.
+            say: a function that is called with sentences about the memory that is needed.
         """
         device, said = choose_device(given, mesh, reference)
         say(said)
@@ -139,12 +139,12 @@ class OneDevice:
         return on_host(self.program(self.arrays))
 
     def samples(self, results: Sequence[Any], redraw: bool, encoded: bool) -> Samples:
-        """Measure how far results lie from `results` if operations are moved by rounding errors.
+        """Measure how far results change if each operation's result is moved by its rounding error.
 
         Args:
-            results: the results of `run`.
+            results: the results of `run`, with which the changed results are compared.
             redraw: whether to draw other random numbers too.
-            encoded: whether to move the arguments too, by `spread`.
+            encoded: whether to move each element of the arguments by `spread` too.
         """
 
         def sample(arrays, spread, seed, redraw, encoded):
@@ -177,7 +177,7 @@ class OneDevice:
 
 
 def choose_device(problem: Problem, mesh: AnyMesh, reference: Any) -> tuple[Any, str]:
-    """Choose the device for plain JAX; also return a sentence about the memory that it needs.
+    """Return the device for plain JAX, and a sentence about the memory that plain JAX needs.
 
     Args:
         problem: the call to compute.
@@ -245,6 +245,6 @@ def named_device(platform: str) -> Any:
 
 
 def least_bytes(problem: Problem) -> int:
-    """Return the bytes of a call's arguments and gradients together."""
+    """Return the bytes of the arguments and gradients of a call, the least that it needs."""
     sizes = [np.size(x) * getattr(x.dtype, "itemsize", 8) for x in problem.arrays]  # 8: random keys
     return sum(sizes) + sum(sizes[i] for i in problem.differentiated)

@@ -1,4 +1,4 @@
-"""`Problem`: the call of a loss to verify, as a function of full arrays that plain JAX runs."""
+"""Define `Problem`: a call of a loss to verify, which plain JAX can run on full arrays."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Problem:
         function: takes a list of full arrays; returns `(loss, weight, aux)`, with a list of arrays
             as `aux`. The weight is None unless the loss is a sum that is to be divided by it.
         arrays: the full arrays of all arguments, on the host.
-        specs: for each array how a step splits its rows over `node` and `local`; parameters have no
-            rows.
+        specs: for each array, how the step splits its rows over `node` and `local`; parameters have
+            no rows.
         leaves: for each array its layout if it is a parameter, otherwise None.
         differentiated: indices of the arrays with respect to which gradients are taken.
         grad_names: the names of the gradients, in the order of `differentiated`.
         aux_names: names of the arrays in `aux`.
         aux_how: for each array in `aux`, how it is combined over devices, as in `aux_reduce`.
-        counted: with `shares`, which rows are computed, booleans `[rows]`; None: all.
+        counted: with the option `shares`, which rows the step computes, booleans `[rows]`; None:
+            all.
     """
 
     function: Callable[[Sequence[Any]], tuple[Any, Any, list[Any]]]
@@ -53,7 +54,7 @@ class Problem:
 
     @property
     def row_dims(self) -> list[int | None]:
-        """For each array the dim of its rows, which is split over all devices; None: no rows."""
+        """For each array, the dim of its rows, which is split over all devices; None: no rows."""
         dims = [split_dim(spec) for spec in self.specs]
         pairs = zip(dims, self.specs, strict=True)
         return [dim if dim is not None and spec[dim] == AXES else None for dim, spec in pairs]
@@ -65,10 +66,10 @@ class Problem:
         return next((x.shape[dim] // num for x, dim in pairs if dim is not None), 0)
 
     def permuted(self, mesh: AnyMesh) -> list[Any]:
-        """Return the arrays with rows in another order, which gives each device other rows.
+        """Return the arrays with rows in another order, so that each device gets other rows.
 
-        Rows are dealt out to devices one by one. With `counted`, the rows that are computed move on
-        by one place among themselves instead.
+        Rows are dealt out to devices one by one. With `counted`, each computed row takes the place
+        of the next computed row instead.
         """
         num = mesh.shape[NODE] * mesh.shape[LOCAL]
         order = np.arange(num * self.rows_per_device(mesh))
@@ -87,7 +88,7 @@ class Problem:
 
     @property
     def of_counted(self) -> Problem:
-        """The same problem with only the rows that are computed."""
+        """This problem with only the rows that the step computes."""
         if self.counted is None:
             return self
         arrays = self.with_rows(np.flatnonzero(self.counted))
@@ -96,8 +97,8 @@ class Problem:
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
         """Compute the loss, `aux` and the gradients in one list, by `jax.value_and_grad`.
 
-        If there is a weight and `divide` is false, nothing is divided by it: the list is the sum of
-        losses, the weight, `aux`, and the gradients of the sum.
+        If there is a weight and `divide` is false, nothing is divided by the weight: the list has
+        the sum of losses, the weight, `aux`, and the gradients of the sum.
         """
 
         def loss(trained: Sequence[Any]) -> tuple[Any, Any]:
@@ -120,8 +121,8 @@ class Problem:
 class HalfBatches(Problem):
     """A call whose results are inner products of the mean gradients of two halves of the batch.
 
-    For the gradients `g1` and `g2` of a leaf on the two halves, they are `|g1|^2`, `|g2|^2` and
-    `g1.g2`.
+    The results for a leaf with the gradients `g1` and `g2` on the two halves are `|g1|^2`, `|g2|^2`
+    and `g1.g2`.
 
     Attributes:
         half: how many nodes have the first half; if there is one node, how many devices.
@@ -144,9 +145,9 @@ class HalfBatches(Problem):
         return [*products, "share"]
 
     def loss_and_grads(self, arrays: Sequence[Any], *, divide: bool = True) -> list[Any]:
-        """Compute the inner products, and the first half's share of the batch's total weight.
+        """Compute the results, in the order of `names`.
 
-        They come in the order of `names`.
+        They are the inner products, and the first half's share of the batch's total weight.
         """
         (weight, first), (other, second) = (
             self._means(arrays, part) for part in (range(self.half), range(self.half, self.num))
@@ -165,9 +166,9 @@ class HalfBatches(Problem):
         return [x for kind in products for x in kind] + [share.astype(jnp.float32)]
 
     def _means(self, arrays: Sequence[Any], part: range) -> tuple[Any, list[Any]]:
-        """Return the weight of the rows of some nodes or devices, and the mean gradients over them.
+        """Return the total weight and the mean gradients of the rows of one half.
 
-        `part` has the numbers of the nodes; if there is one node, of the devices.
+        `part` has the numbers of the nodes of this half; if there is one node, of the devices.
         """
         rows = []
         for array, dim in zip(arrays, self.row_dims, strict=True):

@@ -1,4 +1,4 @@
-"""`VerifyReport`: the comparisons of a step with plain JAX, their bounds, and the verdict."""
+"""Define `VerifyReport`: comparisons of a step with plain JAX, their bounds, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class Check:
 
     Attributes:
         name: `loss`, or the path of an `aux` leaf or parameter.
-        kind: "loss", "aux", "gradient", "update", or with `halves` "half-batches"; of a round
-            "loss", "parameter", "optimizer state", "outer parameter" or "outer state". With codecs
-            ", encoded" follows; ", same numbers" if plain JAX draws the step's random numbers.
+        kind: of a step "loss", "aux", "gradient", "update", or with `halves` "half-batches"; of a
+            round "loss", "parameter", "optimizer state", "outer parameter" or "outer state". In a
+            comparison with codecs, ", encoded" follows. In one with plain JAX that draws the random
+            numbers of the step, ", same numbers" follows.
         size: the norm of plain JAX's result.
-        difference: the norm of the difference of both results.
+        difference: the norm of the difference of the step's and plain JAX's result.
         bound: the largest `difference` that roundings, dtypes and codecs explain.
-        ratio: the difference divided by its bound, for the measure where this is largest: the norm,
-            the largest element, or the part along the result. Above 1 the result is wrong.
+        ratio: the largest of three ratios of the difference to its bound: of its norm, of its
+            largest element, and of its part along the result. Above 1 the result is wrong.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Variation:
         name: the change, such as "rows on other devices".
         result: the name of the result that differs most, relative to its bound.
         change: the norm of the difference, divided by the norm of the result.
-        ratio: the difference divided by the bound of roundings.
+        ratio: the largest ratio of the difference to the bound by roundings, as in `Check`.
     """
 
     name: str
@@ -58,18 +59,18 @@ class Variation:
 
     @property
     def matters(self) -> bool:
-        """Whether a result differs by more than roundings explain."""
+        """Whether the change makes a result differ by more than roundings explain."""
         return self.ratio > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """How far one result is from the same result of plain JAX in float64, as norms.
+    """How far one result is from the same result of plain JAX in float64.
 
     Attributes:
         name: the name of the result.
-        of_step: the distance of the step's result.
-        of_reference: the distance of plain JAX's result.
+        of_step: the norm of the difference for the step's result.
+        of_reference: the norm of the difference for plain JAX's result.
     """
 
     name: str
@@ -88,15 +89,17 @@ class VerifyReport:
         roundings: with `float64=True`, how far each result of the step and of plain JAX is from the
             same result in float64.
         cause: why a check fails; "" if none does.
-            "step": plain JAX on each device's rows gives other values, so the step is wrong;
-            "rows": it gives the same, so the loss depends on which rows share a device;
+            "step": plain JAX on each device's rows gives other values than the step, so the step is
+            wrong;
+            "rows": it gives the values of the step, so the loss depends on which rows share a
+            device;
             "room": no device has the memory to tell "step" from "rows";
             "keys": devices draw the same random numbers;
             "codecs", "update", "halves": only this part of the step is wrong.
             Of a round, "node": the steps that a node takes by itself are wrong; "exchange": only
             the exchange between nodes is wrong.
-        first: a sentence on the first operation whose value on a device's rows differs, or on the
-            line where devices draw the same numbers; of a round on the nodes where a result
+        first: a sentence about the first operation whose value on a device's rows differs, or the
+            line where devices draw the same numbers; for a round, about the nodes where a result
             differs.
         notes: sentences that say which results were not compared, and why.
         memory: a sentence that says how much memory plain JAX needed, and on which device.

@@ -59,7 +59,7 @@ def moved(
         function: a function of trees of arrays, which returns a tree of arrays.
         args: the arguments of the function, traced or not.
         seed: a uint32 scalar, which chooses the sample.
-        redraw: a bool scalar; whether random bits are replaced by others too.
+        redraw: a bool scalar; whether random bits are replaced by other random bits too.
         product_eps: the precision of float32 matrix products on the platform that the results are
             compared with, if it computes them in fewer bits (TF32, bfloat16).
 
@@ -144,9 +144,9 @@ class _Moved:
         return self._closed(params["jaxprs"].solve)(*consts, *inputs[sum(lengths) :])
 
     def _move(self, x: Any, error: Any) -> Any:
-        """Return `x` plus or minus `error` in each element; small integers are not moved.
+        """Return `x` plus or minus `error` in each element, except in small integers.
 
-        `error` None: nothing is moved.
+        If `error` is None, return `x`.
         """
         if error is None:
             return x
@@ -160,7 +160,7 @@ class _Moved:
 
 
 def _errors(equation: Any, inputs: list[Any], outputs: list[Any], product_eps: float) -> list[Any]:
-    """Return the rounding error of each element of each output; None for an exact output."""
+    """Return the rounding errors of the elements of each output; None for an exact output."""
     name = equation.primitive.name
     terms = _num_terms(equation, inputs, outputs)
     if terms is not None and _rounds(outputs[0]):
@@ -202,7 +202,7 @@ def _error(name: str, equation: Any, x: Any) -> Any:
 
 
 def _num_terms(equation: Any, inputs: list[Any], outputs: list[Any]) -> int | None:
-    """Return the number of terms of a sum or matrix product; None for other operations."""
+    """Return how many terms the sums of an operation have; None if it computes no sums."""
     params = equation.params
     match equation.primitive.name:
         case "dot_general" | "ragged_dot" | "ragged_dot_general":
@@ -245,7 +245,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def shifted(x: Any, by: Any, seed: Any) -> Any:
-    """Move each number of `x` up or down by `by`; return `x` as it is if it is not of floats."""
+    """Move each number of `x` up or down by `by`, as `seed` chooses; leave integers unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     wide = x.astype(_wide(x.dtype))
@@ -255,7 +255,7 @@ def shifted(x: Any, by: Any, seed: Any) -> Any:
 
 
 def _hashed(x: Any, seed: Any) -> Any:
-    """Hash the magnitude of each number, with `seed`, to a uint32."""
+    """Hash the magnitude of each number of `x`, together with `seed`, to a uint32."""
     size = jnp.abs(x)
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(size, kind)
@@ -265,7 +265,7 @@ def _hashed(x: Any, seed: Any) -> Any:
 
 
 def _mixed(bits: Any, seed: Any) -> Any:
-    """Scramble the bits of each integer, with `seed`; one-to-one for uint32."""
+    """Hash each integer, together with `seed`, to an integer of its type; one to one for uint32."""
     kind = bits.dtype
     x = bits.astype(jnp.uint32) ^ (seed.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
     for factor in (0x85EBCA6B, 0xC2B2AE35):

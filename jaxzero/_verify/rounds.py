@@ -1,4 +1,7 @@
-"""Verify a round of local steps: plain JAX and optax run each node in turn, then merge them."""
+"""Verify a round of local steps by plain JAX and optax on one device.
+
+There, each node takes its steps in turn, and the nodes' parameters are then exchanged.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from .samples import Samples, checked, measured
 LOSS, OWN, STATE = "loss", "own parameter", "optimizer state"
 OUTER, OUTER_STATE, NEXT = "outer parameter", "outer state", "parameter"
 _DELTA = "pseudo-gradient"
-_OF_NODES = (LOSS, OWN, STATE, NEXT)  # `[nodes, ...]`
+_OF_NODES = (LOSS, OWN, STATE, NEXT)  # kinds of results `[nodes, ...]`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,8 @@ class Round(Problem):
     """One round of local steps, which begins with the same state on all nodes.
 
     `arrays` are the parameters and the batches of all steps, `[every, ...]`. With a codec, they are
-    followed by the error of each parameter's pseudo-gradients, `[nodes, ...]`. Other inherited
-    fields are those of one step.
+    followed by the error to add to each parameter's pseudo-gradients, `[nodes, ...]`. The other
+    inherited fields describe one step.
 
     Attributes:
         method: how nodes exchange parameters; here in one fragment, without a codec.
@@ -106,15 +109,15 @@ class Round(Problem):
         return by_node
 
     def _on_node(self, arrays: Sequence[Any], rows: dict[int, Any]) -> tuple[Any, ...]:
-        """Take the steps of a node.
+        """Compute all steps that a node takes in the round.
 
         Args:
             arrays: the arrays of the round.
             rows: this node's rows, by index in `arrays`.
 
         Returns:
-            The parameters when the node sends them, the parameters and the optimizer state at the
-            end, and the losses of all steps.
+            The parameters when the node sends them; the parameters at the end of the round; the
+            optimizer state at the end; and the losses of all steps.
         """
         stacked = {i: x for i, x in enumerate(arrays) if self.leaves[i] is None}
         stacked |= {i: x for i, x in rows.items() if i >= 0}
@@ -155,17 +158,17 @@ class Round(Problem):
 
 
 def _difference(x: Any, y: Any) -> Any:
-    """Return `x - y`, and 0 where both are the same infinity."""
+    """Return `x - y`, with 0 where `x` and `y` are the same infinity."""
     return jnp.where(x == y, 0, x - y)
 
 
 def _still(arrays: Sequence[Any]) -> list[Any]:
-    """Return zeros as the spread of each array: no codec changes it."""
+    """Return zeros as the `spread` of each array (see `OneDevice`): codecs do not change it."""
     return [np.zeros(np.shape(x), np.float32) for x in arrays]
 
 
 def _signs(shape: tuple[int, ...]) -> Any:
-    """Return plus and minus ones in an even mixture, as the signs of a codec's errors."""
+    """Return an array of plus and minus ones, evenly mixed: signs for the errors of a codec."""
     # Multiplicative hashing (Knuth, TAOCP 3, 6.4).
     bits = lax.iota(jnp.uint32, int(np.prod(shape))) * jnp.uint32(2654435761)
     return (1 - 2 * (bits >> 31).astype(jnp.float32)).reshape(shape)
@@ -173,13 +176,13 @@ def _signs(shape: tuple[int, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundRuns:
-    """A function that runs the configured round, and the codecs and layouts that it sends with.
+    """The function that runs the configured round, and the codecs and layouts of its messages.
 
     Attributes:
-        run: runs a round by a method, and returns its results by kind, on the host. If its second
-            argument is true, the results also have each node's parameters before the exchange, as
-            the kind `OWN`.
-        codecs: the codec of each parameter's pseudo-gradient in `method`; None: none.
+        run: takes a method of local steps, and runs a round by it. Returns the results on the host,
+            as a list for each kind in `Round.kinds`. If its second argument is true, the results
+            also have each node's parameters before the exchange, as the kind `OWN`.
+        codecs: for each parameter, the codec of its pseudo-gradient in `method`; None: none.
         leaves: the layout of each parameter over the devices of a node, as it is sent.
         method: the configured method, with its codec and fragments.
         mesh: the mesh of all nodes.
@@ -213,11 +216,11 @@ class RoundVerification:
         self.samples = self.one.samples(self.want, self.is_random, False)
 
     def report(self, float64: bool, notes: Sequence[str]) -> VerifyReport:
-        """Run the configured round, and compare its results with plain JAX's.
+        """Run the configured round, and compare its results with those of plain JAX.
 
         Args:
-            float64: whether to compare both also with plain JAX in float64.
-            notes: sentences for the report.
+            float64: whether to compare the results of both with plain JAX in float64 too.
+            notes: sentences to put into the report.
         """
         plain = dataclasses.replace(self.runs.method, codec=None)
         got = self.runs.run(plain, False)
@@ -243,7 +246,7 @@ class RoundVerification:
         )
 
     def _pairs(self, got: dict[str, list[Any]]) -> list[tuple[int, Any]]:
-        """Return `(index in kinds, value)` for each result in `got`."""
+        """Return `(index in Round.kinds, value)` for each result; `got` has results by kind."""
         remaining = {kind: iter(values) for kind, values in got.items()}
         places = [i for i, (kind, _) in enumerate(self.kinds) if kind in got]
         return [(i, next(remaining[self.kinds[i][0]])) for i in places]
@@ -263,7 +266,7 @@ class RoundVerification:
         ]
 
     def _check_codecs(self) -> list[Check]:
-        """Check the round with its codec; bounds include the errors of `Codec.error_bound`."""
+        """Compare the round with its codecs to plain JAX, in bounds that include codecs' errors."""
         got = self.runs.run(self.runs.method, False)
         deltas = self.want[-len(self.runs.leaves) :]  # the last results of `Round`
         triples = zip(self.runs.codecs, self.runs.leaves, deltas, strict=True)
@@ -280,7 +283,7 @@ class RoundVerification:
         return self._compare(sent, samples, ", encoded")
 
     def _nodes(self, got: dict[str, list[Any]], checks: Sequence[Check]) -> str:
-        """Return a sentence that names the nodes on which the worst result is wrong, or ""."""
+        """Return a sentence that names the nodes where the worst result is wrong, or ""."""
         pairs = zip(checks, self._pairs(got), strict=True)
         wrong = [(x, i, y) for x, (i, y) in pairs if not x.ok and self.kinds[i][0] in _OF_NODES]
         if not wrong:

@@ -1,4 +1,8 @@
-"""Bound the difference of two right results, from samples in which roundings move the results."""
+"""Bound how far two right results may differ, from samples of the effect of roundings.
+
+A sample is the results of a program that is run with the result of each operation moved by its
+rounding error (`moved`).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,11 @@ QUANTILE = 13.3
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """How far results lie from samples of them, in which operations were moved by roundings.
+    """How far samples of the results of a program are from the results themselves.
 
     Attributes:
-        values: the three numbers of `measured` for each sample and result, `[samples, results, 3]`.
+        values: for each sample and result, the three numbers that `measured` returns, `[samples,
+            results, 3]`.
     """
 
     values: Any
@@ -39,15 +44,15 @@ class Samples:
         return cls(np.array(drawn, np.float64).reshape(NUM_SAMPLES, len(results), 3))
 
     def bounds(self, i: int) -> Any:
-        """Return bounds of the three numbers of `measured`, `[3]`, for a right result `i`."""
+        """Return bounds, `[3]`, of the three numbers of `measured` for a right result `i`."""
         return QUANTILE * np.sqrt(np.mean(self.values[:, i] ** 2, axis=0))
 
 
 def measured(x: Any, y: Any) -> Any:
-    """Measure the difference `x - y`: return its norm, its largest element, and its part along `y`.
+    """Return the norm of `x - y`, its largest magnitude, and its part along `y`, as `[3]`.
 
-    The last is the size of its scalar product with `y`. Elements that are the same infinity, or
-    both NaN, do not differ.
+    The part along `y` is the magnitude of the scalar product of `x - y` and `y`. Elements that are
+    the same infinity, or both NaN, do not differ.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x, y = (np.stack([z.real, z.imag]) for z in (x, y))
@@ -70,7 +75,7 @@ def checked(name: str, kind: str, got: Any, want: Any, bounds: Any, num_summands
         got: the step's result.
         want: plain JAX's result.
         bounds: bounds of the three numbers of `measured`, `[3]`.
-        num_summands: of how many values of devices and micro-batches the result is the mean.
+        num_summands: the number of values, of devices and micro-batches, whose mean the result is.
 
     Raises:
         ValueError: the two results have different shapes or dtypes.

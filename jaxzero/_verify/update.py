@@ -1,4 +1,4 @@
-"""Compare the step's update of the parameters with optax on one device."""
+"""Compare the parameters that a step has updated with those that optax updates on one device."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Update:
 
 
 def check_update(update: Update, device: Any, bounds: dict[str, float]) -> list[Check]:
-    """Compare the step's new parameters with those of optax on one device, from equal gradients.
+    """Compare the step's new parameters with those that optax computes from the same gradients.
 
-    Adam divides a gradient near zero by its own size. So the new parameters of two right gradients
-    may differ by twice the learning rate, but those of equal gradients differ by roundings only. If
-    the update's gradients may be rounded differently (`is_apart`), samples move them within their
-    bounds.
+    Adam divides a gradient near zero by its own size. So new parameters that are computed from two
+    right gradients may differ by twice the learning rate. Those computed from equal gradients
+    differ by roundings only. If the update may have read gradients that were rounded differently
+    (`is_apart`), samples move the gradients within their bounds.
 
     Args:
         update: the step's update.

@@ -29,10 +29,11 @@ class Runs:
         step: takes the full arrays of the arguments, the number of micro-batches, and whether
             codecs are used; returns the loss, `aux` and gradients in one list, on the host, and a
             value to give to `extras`.
-        extras: takes that value; returns the update, or None without an optimizer, and the inner
-            products of the gradients of the half-batches, or None without `halves`.
-        tables: returns the paths of the tables of which the step sends rows, and for each whether
-            the step gathers it too.
+        extras: takes the value that `step` returned; returns the update, or None without an
+            optimizer, and the inner products of the gradients of the half-batches, or None without
+            `halves`.
+        tables: returns a dict with the path of each table whose rows the step sends to devices that
+            look them up; the value is whether the step also gathers the whole table.
         mesh: the devices of the step.
         config: the config of `Zero`.
         comm: the codecs of the step, and the sizes of the mesh axes.
@@ -69,7 +70,7 @@ class Verification:
         self.want = self.one.run()
         self.samples = self.one.samples(self.want, False, False)
         self.is_random = self.one.is_random
-        # What a right result may differ by: random numbers fall on other rows.
+        # How far a right result may be off, since random numbers may fall on other rows.
         self.allowed = self.one.samples(self.want, True, False) if self.is_random else self.samples
         self._each: EachDevice | None = None
 
@@ -94,7 +95,7 @@ class Verification:
 
         Args:
             variations: whether to run the step also with changes that should not matter.
-            float64: whether to compare both also with plain JAX in float64.
+            float64: whether to compare the results of both with plain JAX in float64 too.
         """
         got, made = self.runs.step(self.problem.arrays, self.runs.microbatches, False)
         update, halves = self.runs.extras(made)
@@ -142,9 +143,10 @@ class Verification:
     def _compare(
         self, got: Sequence[Any], want: Sequence[Any], samples: Samples
     ) -> dict[int, Check]:
-        """Check the loss, `aux` and gradients, by index in `Problem.names`.
+        """Compare the loss, `aux` and gradients of the step with those of plain JAX.
 
-        `aux` that one device with all rows cannot compute is left out.
+        Arrays of `aux` that one device with all rows cannot compute are left out. The result has a
+        check for each index in `Problem.names`.
 
         Args:
             got: the step's results.
@@ -178,20 +180,20 @@ class Verification:
         ]
 
     def _has_room(self) -> bool:
-        """Return True if a device can hold all arguments and gradients in full."""
+        """Return True if a device of the mesh has room for all arguments and gradients in full."""
         return least_bytes(self.problem) <= free_bytes(own_device(self.runs.mesh))
 
     @property
     def each(self) -> EachDevice:
-        """Plain JAX on each device's rows; made when it is first used."""
+        """Plain JAX on the rows of each device; it is made at the first use."""
         if self._each is None:
             self._each = EachDevice(self.problem, self.runs.mesh, self.runs.microbatches)
         return self._each
 
     def _check_halves(self, got: list[Any] | None) -> list[Check]:
-        """Check the inner products of the gradients of the half-batches.
+        """Compare the inner products of half-batch gradients with those of plain JAX.
 
-        `got` has the step's inner products. None: it has none, and the result is empty.
+        `got` has the step's inner products. If it is None, the step has none, and the result is [].
         """
         if got is None:
             return []
@@ -214,7 +216,7 @@ class Verification:
         )
 
     def _check_codecs(self) -> list[Check]:
-        """Check the step with codecs; bounds include roundings and the errors of codecs."""
+        """Compare the step with codecs to plain JAX, in bounds that include codecs' errors."""
         if not self.encoded:
             return []
         if not self._has_room():
@@ -255,7 +257,7 @@ class Verification:
         rows = self.problem.rows_per_device(self.runs.mesh)
         other = 1 if num > 1 else next((k for k in (2, 3, 5) if rows % k == 0 and rows), None)
         if self.problem.counted is not None:
-            other = None  # their number says which rows are computed
+            other = None  # the number of micro-batches says which rows are computed
         if other is not None:
             changed, _ = self.runs.step(self.problem.arrays, other, False)
             variations.append(

@@ -45,11 +45,11 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How a value is computed.
+    """The way in which a value of the update is computed.
 
     Attributes:
         leaf: the windowed leaf from whose windows it is computed; None: it is computed in full.
-        level: the number of passes over the windows that must come before.
+        level: the number of passes over the windows that must be done before it is computed.
     """
 
     leaf: int | None
@@ -57,14 +57,14 @@ class Kind:
 
 
 class WindowProgram(NamedTuple):
-    """The operations that compute some values from a window.
+    """The operations that compute some values of one leaf from a window of its arrays.
 
     Attributes:
-        wanted: the values.
+        wanted: the values to compute.
         operations: the operations, in program order.
-        reads: the values, and all that the operations read.
-        scalars: the full values of one element among `reads`, including arrays that the optimizer
-            closes over.
+        reads: the inputs of all operations, and `wanted`.
+        scalars: those of `reads` that are full and have one element, including arrays that the
+            optimizer closes over.
     """
 
     wanted: Sequence[Atom]
@@ -74,7 +74,7 @@ class WindowProgram(NamedTuple):
 
 
 class Analysis:
-    """Tells for each value of an update if it is computed from windows of a leaf, or in full.
+    """Tells of each value in an update whether it is computed from windows of a leaf, or in full.
 
     Args:
         program: the traced update.
@@ -83,7 +83,7 @@ class Analysis:
 
     Attributes:
         program: the traced update.
-        reductions: for each level, the reductions of values of leaves, by leaf.
+        reductions: for each level, the operations that reduce a value of a leaf, by leaf.
 
     Raises:
         NotImplementedError: a value of a windowed leaf cannot be computed window by window.
@@ -136,7 +136,7 @@ class Analysis:
     def _kind(self, operation: Operation) -> Kind:
         """Return how the outputs of an operation are computed.
 
-        For a reduction of a leaf, it is how the value that it reduces is computed.
+        For a reduction of a leaf, return the `Kind` of the value that is reduced.
 
         Raises:
             NotImplementedError: the operation cannot be computed from windows.
@@ -157,7 +157,7 @@ class Analysis:
         return Kind(leaf, level)
 
     def _check_full_inputs(self, operation: Operation, leaf: int) -> None:
-        """Raise `NotImplementedError` if an operation reads more than the leaf and scalars."""
+        """Raise `NotImplementedError` if an operation on a windowed leaf reads a full array."""
         for atom in operation.inputs:
             if self.leaf_of(atom) is not None or self.repeats_scalar(atom):
                 continue
@@ -173,9 +173,9 @@ class Analysis:
         return all(map(self.repeats_scalar, operation.inputs))
 
     def _maker(self, atom: Atom) -> Operation | None:
-        """Return the operation that first made an array of the size of `atom`, for messages.
+        """Return the operation that `atom` comes from, to name it in messages; None for an input.
 
-        The operations from there to `atom` only change elements. None: it is an input.
+        It is the first that makes an array of the size of `atom`; later ones only change elements.
         """
         size = math.prod(shape_of(atom))
         while isinstance(atom, Value) and (operation := self.program.producer(atom)):
@@ -201,7 +201,7 @@ def is_scalar(atom: Atom) -> bool:
 
 
 def check_outputs(analysis: Analysis, layouts: UpdateLayouts, owners: Sequence[int | None]) -> None:
-    """Raise unless each array of a windowed leaf can be overwritten by its new value.
+    """Raise an error unless each array of a windowed leaf can be overwritten by its new value.
 
     Args:
         analysis: the analysis of the update.

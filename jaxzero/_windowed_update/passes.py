@@ -38,7 +38,7 @@ class WindowedLeaf:
         number: the leaf's index among the parameters.
         spec: the layout of the parameter, which its gradient and state share.
         arrays: the stored array of each input of the program that belongs to the leaf.
-        updates: for each of these inputs that changes, the value of the program that replaces it.
+        updates: for each of these inputs that the update changes, its new value in the program.
     """
 
     number: int
@@ -66,20 +66,23 @@ class Passes:
     def reduce(
         self, leaves: Mapping[int, WindowedLeaf], operations: Mapping[int, Sequence[Operation]]
     ) -> dict[Value, Array]:
-        """Reduce values of leaves over all windows and devices; return the results by value.
+        """Reduce values of leaves to scalars, over all windows and devices.
 
         Args:
             leaves: the leaves, by number.
-            operations: the reductions of each leaf, by its number.
+            operations: the reductions of each leaf, by the leaf's number.
+
+        Returns:
+            For each output of a reduction, its result.
         """
         return self._run([_Part(self, leaves[k], operations[k], {}) for k in operations])
 
     def update(self, leaves: Sequence[WindowedLeaf]) -> dict[Value, Array]:
-        """Update leaves; return the new array for each input of the program that changes."""
+        """Update leaves; return the new array of each input that the update changes."""
         return self._run([_Part(self, leaf, [], leaf.updates) for leaf in leaves])
 
     def _run(self, parts: Sequence[_Part]) -> dict[Value, Array]:
-        """Pass over the leaves of all parts on every device; return the parts' outputs by value."""
+        """Run one pass over all parts on every device; return the arrays of their `outputs`."""
         atoms = list(dict.fromkeys(x for part in parts for x in part.program.scalars))
 
         def on_device(shards: list[list[Array]], scalars: list[Array]) -> list[list[Array]]:
@@ -102,7 +105,7 @@ class Passes:
 
     @functools.cached_property
     def _leaves(self) -> dict[Value, LeafSpec]:
-        """The layout of each input of the program; extra arguments of the update have none."""
+        """The layout of each input of the program, but for extra arguments of the update."""
         inputs = self.analysis.program.block.inputs
         return dict(zip(inputs, self.layouts.leaves, strict=False))
 
@@ -215,7 +218,7 @@ class Reduction:
 
     @property
     def start(self) -> Shaped[Array, ""]:
-        """The result for no elements, such as 0 for a sum."""
+        """The result of reducing no elements, such as 0 for a sum."""
         dtype = self._running_dtype
         if self.name in ("sum", "dot"):
             return jnp.zeros((), dtype)
@@ -235,7 +238,7 @@ class Reduction:
         Args:
             so_far: the result of the windows before.
             windows: the window of each input of the reduction.
-            masks: elements count only where all masks are true; None: a mask that is true.
+            masks: elements count only where all masks are true; a mask None is true everywhere.
         """
         values = [x.astype(self._running_dtype) for x in windows]
         value = values[0] if len(values) == 1 else values[0] * values[1]

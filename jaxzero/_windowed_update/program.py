@@ -85,8 +85,8 @@ class UpdateLayouts:
 def _split(leaf: LeafSpec) -> DimSharding | None:
     """Return how a leaf is split; None if one device has all of it.
 
-    On one device a leaf in host memory has a layout, and one in device memory has none
-    (`in_memory`). The two must compare as equal.
+    On a single device, leaves in host memory have a layout, and leaves in device memory have none
+    (`in_memory`). Both give None here, so that their splits compare as equal.
     """
     return leaf.layout if leaf.layout and leaf.layout.num_shards > 1 else None
 
@@ -107,7 +107,7 @@ class UpdateProgram:
         return self.block.makers.get(value)
 
     def run(self, wanted: Sequence[Atom], known: Mapping[Value, Any]) -> list[Any]:
-        """Compute `wanted` on full arrays, from the arrays of `known`."""
+        """Compute the values `wanted` from the full arrays in `known`."""
         env = dict(known)
         for operation in operations_for(self.block, wanted, env):
             inputs = [_read(atom, env) for atom in operation.inputs]
@@ -156,7 +156,9 @@ def trace_update(
 
 
 def _arrays_like(layout: TreeLayout, tree: Any, what: str) -> list[Any]:
-    """Return the arrays of a new tree, in the order of the arrays of the old tree.
+    """Return the arrays of `tree`, in the order of the arrays of `layout`.
+
+    `what` names the tree in errors.
 
     Raises:
         ValueError: the new tree has another structure, or arrays of other shapes.
@@ -183,9 +185,9 @@ def _read(atom: Atom, env: Mapping[Value, Any]) -> Any:
 class FullValues:
     """Computes values of an update on global arrays, as without offload.
 
-    These are scalars, and the new arrays of leaves that are not in host memory. Every call starts
-    from the inputs and the reductions that `add` has made known. If several calls run the same
-    operations, XLA merges them.
+    The values are scalars, and the new arrays of leaves that are not in host memory. Every call
+    computes them from the values that `add` has made known: inputs of the program, and results of
+    reductions. If several calls run the same operations, XLA merges them.
     """
 
     def __init__(self, program: UpdateProgram, layouts: UpdateLayouts):
@@ -194,7 +196,7 @@ class FullValues:
         self._known: dict[Value, tuple[Array, LeafSpec | None]] = {}
 
     def add(self, value: Value, x: Array, leaf: LeafSpec | None = None) -> None:
-        """Make a value known, whose array `x` is in the stored form of `leaf`, or a scalar."""
+        """Make a value known: `x` is its array, in the stored form of `leaf`, or a scalar."""
         self._known[value] = (x, leaf)
 
     def scalars(self, wanted: Sequence[Atom]) -> list[Array]:
@@ -202,7 +204,7 @@ class FullValues:
         return self.compute(wanted, [None] * len(wanted))
 
     def compute(self, wanted: Sequence[Atom], leaves: Sequence[LeafSpec | None]) -> list[Array]:
-        """Compute values, each in the stored form of its leaf; None: replicated on every device."""
+        """Compute values, each in the stored form of its leaf, or replicated if that is None."""
         if not wanted:
             return []
         known = [leaf for _, leaf in self._known.values()]

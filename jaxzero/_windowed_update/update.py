@@ -319,8 +319,8 @@ def layer_updates(update: TracedUpdate) -> dict[int, LayerUpdate]:
 def _check_reductions(update: TracedUpdate, by_leaf: Mapping[int, LayerUpdate]) -> None:
     """Raise `NotImplementedError` if the optimizer reduces over all elements of a leaf.
 
-    `by_leaf` has the leaves to look at, which are to be updated layer by layer. A reduction needs
-    all layers before the first one is updated.
+    `by_leaf` has the leaves to check, which are to be updated layer by layer. A reduction would
+    need all layers before the first layer is updated.
     """
     for level in update.analysis.reductions:
         for number in level.keys() & by_leaf.keys():

@@ -57,7 +57,7 @@ class Windows:
 
     @classmethod
     def of(cls, arrays: Sequence[Array], window_bytes: int) -> Windows:
-        """Cut arrays of equal shapes, so that a window of all has `window_bytes` if possible.
+        """Cut arrays of equal shapes, so that one window of each takes about `window_bytes` in sum.
 
         If no array is in host memory, there is one window.
         """
@@ -145,7 +145,7 @@ class Windows:
 
 
 def _even_size(length: int, limit: int) -> int:
-    """Return the largest divisor of `length` up to `limit`; if it is small, a size near `limit`."""
+    """Return a window size up to `limit`: a divisor of `length`, if one is over half of `limit`."""
     num = max(1, math.ceil(length / max(1, limit)))
     for even in range(num, 2 * num):
         if length % even == 0:
@@ -238,9 +238,8 @@ class Turn(NamedTuple):
     Attributes:
         arrays: the leaf's arrays, with the windows that have been written so far.
         result: the result of the windows visited so far.
-        window: the window to visit, of each array that is fetched.
-        late: of the array that is written late, the new window before this one; None: there is
-            none.
+        window: the window to visit of each fetched array, in device memory.
+        late: the new window that the array `LeafSweep.late` still waits for; None: no window.
     """
 
     arrays: list[Array]
@@ -250,7 +249,7 @@ class Turn(NamedTuple):
 
 
 def sweep(leaves: Sequence[LeafSweep]) -> list[tuple[list[Array], Any]]:
-    """Visit all windows of all leaves; return each leaf's arrays and result."""
+    """Visit all windows of all leaves; return each leaf's new arrays and `Turn.result`."""
     done: list[tuple[list[Array], Any]] = []
     before: tuple[LeafSweep, Turn] | None = None  # a leaf whose last window is left
     for leaf in leaves:

@@ -71,7 +71,7 @@ class Options:
 
     @property
     def node_microbatches(self) -> tuple[int, ...] | None:
-        """The micro-batches that each node's devices run; None if all run `microbatches`."""
+        """How many micro-batches the devices of each node run; None if all run `microbatches`."""
         return self.shares and node_microbatches(self.microbatches, self.shares)
 
 

@@ -1,6 +1,7 @@
 """One call of a transformed function: check its options and arguments, and build its results.
 
-Wire states are converted between the user's trees and the flat `DeviceWireState`.
+A wire state holds what hops keep from step to step (see `Zero.init_wire_state`). Users hold it as
+trees; a program takes it as a flat `DeviceWireState`.
 """
 
 from __future__ import annotations
@@ -220,9 +221,13 @@ def returned(
 
     Args:
         transform: the transform that made the program.
-        outputs: the program's outputs.
+        outputs: the results of `Transform.program`.
         is_one: whether `argnums` is an int, so that gradients are not returned in a tuple.
         has_state: whether the caller passed a wire state.
+
+    Returns:
+        The loss or `(loss, aux)`, and the gradients; then a `GradientHalves` if the option `halves`
+        is set; then the next wire state if `has_state`.
     """
     loss, gradients, aux, device_state, halves, _ = outputs
     options = transform.options

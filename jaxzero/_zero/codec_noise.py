@@ -36,7 +36,7 @@ from .._simigrad import CodecNoise, dot
 
 
 def _check(config: ZeroConfig) -> None:
-    """Raise `NotImplementedError` unless the codec errors of a config follow the formula above."""
+    """Raise `NotImplementedError` unless the formula of this module holds for the codecs."""
     gradients = config.gradients
     if isinstance(gradients.node, GradientHop):
         hop = type(gradients.node).__name__

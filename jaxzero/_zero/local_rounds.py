@@ -56,7 +56,11 @@ _OF_OUTER = (
 
 
 class LocalRounds:
-    """Runs rounds of local steps on every node; made by `Zero.local_steps`."""
+    """A function that runs one round of local steps; made by `Zero.local_steps`.
+
+    In a round, every node takes `method.every` training steps on its own rows, and nodes exchange
+    their parameters as `method` says.
+    """
 
     def __init__(self, step: Callable[..., Any], method: LocalSteps, zero: ShardedTrees):
         if not callable(step):
@@ -84,8 +88,8 @@ class LocalRounds:
             opt_state: from `zero.init_optimizer`, or any tree of arrays that `zero` has laid out.
 
         Raises:
-            ValueError: a tree did not come from this `Zero`, or the state of `outer` cannot be cut
-                into fragments.
+            ValueError: a tree did not come from this `Zero`, or the state of the outer
+                optimizer (`method.outer`) cannot be cut into fragments.
             NotImplementedError: a leaf is stored encoded or is split over further mesh axes.
         """
         tree_layouts = self._zero._layout_of(params), self._zero._layout_of(opt_state)

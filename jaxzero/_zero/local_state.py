@@ -182,7 +182,7 @@ class Layouts:
 
     @property
     def outer_layout(self) -> TreeLayout:
-        """The layout of the tree that the outer optimizer sees."""
+        """The layout of the tree of outer parameters, which the outer optimizer updates."""
         leaves, kept = self.exchange.leaves, self.kept["outer_params"]
         _, found, treedef = flatten(kept.build([leaf.stored for leaf in leaves]))
         return TreeLayout(treedef, kept.leaves, statics_of(found))

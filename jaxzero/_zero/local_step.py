@@ -185,7 +185,10 @@ def warn_of_codec(exchange: Exchange) -> None:
 
 
 class LocalStep:
-    """The user's `step(params, opt_state, batch)` on flat lists of arrays.
+    """The user's `step(params, opt_state, batch)`, as a function of flat lists of arrays.
+
+    A call takes an `Inner` (the arrays of parameters and optimizer state) and a batch. It returns
+    the new `Inner`, and the metrics as a list of arrays.
 
     Args:
         step: the user's function.

@@ -183,7 +183,8 @@ class _Run(NamedTuple):
     """The layouts and the mesh of one run of an update.
 
     Attributes:
-        layouts: for each parameter, the layouts of the parameter and its state arrays, by shape.
+        layouts: for each parameter, maps the shapes of the parameter and of its state arrays to
+            their layouts.
         mesh: the mesh of the layouts.
         axes: the mesh axes that split the arrays.
     """

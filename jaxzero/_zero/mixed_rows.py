@@ -154,7 +154,7 @@ def _is_split_twice(spec: Any) -> bool:
 
 
 def _of_weight(mixings: frozenset[Mixing]) -> frozenset[Mixing]:
-    """Leave out mixings by `jnp.maximum(weight, 1)`, which guards against division by 0."""
+    """Remove mixings by `jnp.maximum(weight, 1)`, which only guards against division by 0."""
     return frozenset(x for x in mixings if (x.kind, x.at.name) != ("function", "max"))
 
 

@@ -56,7 +56,7 @@ from .programs import Initializer, Programs
 
 
 class TrueShapes(optax.GradientTransformationExtraArgs):
-    """An optimizer wrapped by `true_shapes`; `inner` is the optimizer inside."""
+    """An optimizer that `true_shapes` has wrapped; `inner` is the optimizer without the wrapper."""
 
     inner: optax.GradientTransformationExtraArgs
 
@@ -202,7 +202,11 @@ def _check_shapes(state: Any) -> None:
 def _parameter_of(
     leaf: LeafSpec, path: tuple[Any, ...], parameters: dict[str, LeafSpec]
 ) -> LeafSpec | None:
-    """Return the parameter of `leaf`'s shape whose path ends `path`, or None."""
+    """Return the layout of the parameter that an array of the state belongs to, or None.
+
+    The parameter has the shape of the array's layout `leaf`, and its path ends the array's `path`.
+    `parameters` maps paths to layouts.
+    """
     candidates = (parameters.get(name) for name in path_endings(path))
     return next((x for x in candidates if x is not None and leaf.shape == x.shape), None)
 

@@ -3,9 +3,10 @@
 A single update would not show every difference: learning rates may start at 0, gradients of several
 micro-batches may make one update (`optax.MultiSteps`), and only large gradients may be clipped. So
 `NUM_UPDATES` updates are compared, by a program that is compiled once, and the second half of them
-has gradients of size `LARGE`. This is done for one layer of those whose paths differ only by
-numbers. Then all leaves are tried by one update. A difference can go unnoticed if more than
-`NUM_UPDATES / 2` micro-batches make an update, or if only larger gradients are clipped.
+has gradients of size `LARGE`. Of leaves whose paths differ only by numbers, such as the layers of a
+list, only the first is compared in this way. Then all leaves are compared after one update. A
+difference can go unnoticed if more than `NUM_UPDATES / 2` micro-batches make an update, or if only
+larger gradients are clipped.
 """
 
 from __future__ import annotations

@@ -71,10 +71,11 @@ def run_automatic(function: Any, out_shardings: Any, programs: Programs, *args: 
 
 
 def stored_struct(leaf: LeafSpec, mesh: Mesh, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and sharding of a stored array.
+    """Return the shape, dtype and sharding of a leaf's stored array.
 
-    The devices of a topology (an ahead-of-time target) have no memories, and on their mesh JAX
-    would drop the memory kind. So there, an array in host memory is sharded on the abstract mesh.
+    The devices of a topology (an ahead-of-time target) have no memories, so JAX drops the memory
+    kind of a sharding on their mesh. If the array is in host memory, its sharding is then on the
+    abstract mesh, which keeps the memory kind.
     """
     sharding = leaf.sharding(mesh, axes)
     if sharding.memory_kind != leaf.memory_kind and leaf.memory_kind is not None:
@@ -194,7 +195,7 @@ def _without_explicit_axes(x: Any) -> Any:
 
 
 def _alone(x: jax.Array) -> jax.Array:
-    """Return `x`; if other processes hold shards of it, wait first until it is computed.
+    """Return `x`. If other processes hold shards of `x`, wait first until `x` is computed.
 
     The program that computes such an array has collectives, and two programs with collectives in
     flight at once may deadlock on CPUs (JAX 0.10).

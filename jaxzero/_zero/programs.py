@@ -143,7 +143,7 @@ def _placed(constants: Sequence[Any], compiled: Any) -> list[Any]:
 def _after_tokens(program: Callable) -> Callable:
     """Turn `program(*args)` into a function from `(tokens, *args)` to `(tokens, outputs)`.
 
-    The tokens keep programs in order; see `in_turn`.
+    Tokens are arrays that make the collectives of programs run in order; see `in_turn`.
     """
 
     def call(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:
@@ -161,15 +161,16 @@ Rule = Callable[[Any, Any, Any], Any]
 def run_with_tangents(
     function: Callable, args: Any, rule_of: Callable[[OpenProgram], tuple[list[Any], Rule]]
 ) -> Any:
-    """Run `function(*args)` as a program that JAX differentiates by a rule.
+    """Run `function(*args)` as a program whose tangents JAX computes by a given rule.
 
     Args:
         function: a function of trees of arrays.
         args: the arguments of `function`.
         rule_of: maps the traced program to `(closed_over, rule)`. `closed_over` are the arrays that
-            the function to differentiate closes over. `rule` computes its tangents; it gets
-            `SymbolicZero`s for tangents that are known to be zero. JAX keeps the rule, so it should
-            hold no arrays.
+            the function to differentiate closes over. `rule(primals, tangents, results)` returns
+            the tangents of `results`. Here `primals` is `(closed_over, args)`, and `tangents` has a
+            tangent or a `SymbolicZero` for each of these arrays. JAX keeps the rule, so the rule
+            should hold no arrays.
     """
 
     def run(tokens: list[Any], *args: Any) -> tuple[list[Any], Any]:

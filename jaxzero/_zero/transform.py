@@ -43,7 +43,10 @@ from .user_function import (
 
 
 class Transform:
-    """The sharded program of a user's function for the arguments of one call, and its plan."""
+    """The sharded program of a user's function for the arguments of one call, and its plan.
+
+    Gradients are reduced to shards; those of the leaves in `combined` are combined like outputs.
+    """
 
     def __init__(
         self,
@@ -75,10 +78,7 @@ class Transform:
     ) -> Plan:
         """Trace `run(arrays, state)`, which calls `program`, and return the plan of the program.
 
-        The plan has gathers, reductions, transfers and copies.
-
         Args:
-            run: the function.
             arrays: for each argument of the call its global arrays.
             state: the second argument of `run`: a wire state, or the arrays of an optimizer state.
             along: positions of the arguments along which tangents are traced too.
@@ -99,7 +99,7 @@ class Transform:
         """Run the step on global arrays.
 
         Returns:
-            Loss, flat gradients, other outputs, next wire state, half-batch products; and for each
+            Loss, flat gradients, other outputs, next wire state, `GradientHalves`; and for each
             leaf of `updates` its new arrays, or None if its gradient is returned instead.
         """
         updates = updates or ProgramUpdates(None)

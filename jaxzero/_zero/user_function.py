@@ -1,8 +1,9 @@
 """Call the user's function, and check what it does and returns.
 
-JAX raises errors where the function reads values of arrays in Python, as in `if loss > 1:`; they
-are explained. Changes to modules in place that would be lost are refused. The return value is split
-into a loss, or `(sum, weight)`, and `aux`.
+If the function reads the value of an array in Python, as in `if loss > 1:`, JAX raises an error. A
+clearer error is raised in its place. A function that changes a module in place, and does not return
+it, is an error too, because the change would be lost. The return value is split into `aux` and a
+loss, which may be `(sum, weight)`.
 
 [Note: values of rows] A float leaf of `aux` is averaged over devices unless the user says
 otherwise. If the leaf has the loss of each row, that would average different rows. Its dim 0 is the

@@ -46,7 +46,8 @@ def check_round(
         method: how nodes exchange.
         given: the arguments and the keyword arguments of the loss; batches are stacked over the
             steps.
-        is_plain: whether there is an optimizer, and no option that rounds do not take.
+        is_plain: whether `verify` was given an optimizer, and no option that a round does not take,
+            such as `halves`.
     """
     args, kwargs = given
     local_method(method, {})

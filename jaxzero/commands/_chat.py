@@ -113,7 +113,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, by which training finds what the model says; ignored here."""
+    """The tag `{% generation %}`, which marks the model's words for training; ignored here."""
 
     tags = {"generation"}
 

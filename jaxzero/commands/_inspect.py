@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")  # the number of a layer in
 
 
 def line_of(text: str) -> str:
-    """Make a line with names and paths from files safe to print: escaped, short, without markup."""
+    """Return text that comes from a file as a line that is safe to print: escaped and short."""
     return escape(escaped(text, most=_MAX_LINE))
 
 
@@ -81,7 +81,10 @@ def inspect(settings: Inspect, console: Console) -> None:
 
 
 def _rows(named: Iterable[tuple[str, LazyTensor]], *, every: bool) -> list[_Row]:
-    """Make a row for each tensor; unless `every`, for each group whose names differ in a number."""
+    """Make a row for each tensor, or for each group of tensors whose names differ in a number.
+
+    `every` asks for a row for each tensor.
+    """
     rows: dict[tuple, _Row] = {}
     for name, tensor in named:
         pattern = name if every else _NUMBER.sub("*", name)

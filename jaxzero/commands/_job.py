@@ -19,7 +19,7 @@ def load_job(name: str, said: str) -> tuple[Any, Callable[[], Any], Any, Any]:
         `(loss_fn, init_fn, batch, tx)`; `tx` is None if the function returns no optimizer.
 
     Raises:
-        ValueError: there is no such function, or it returns something else.
+        ValueError: there is no such function, or its result is not such a tuple.
     """
     job = _function(name, said)()
     if not isinstance(job, tuple) or len(job) not in (3, 4):

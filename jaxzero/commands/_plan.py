@@ -1,4 +1,4 @@
-"""`jaxzero plan`: find the best way to train a model on a cluster that is not here."""
+"""`jaxzero plan`: find the best way to train a model on a cluster, from any machine."""
 
 import jax
 import jax.numpy as jnp

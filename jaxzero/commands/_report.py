@@ -69,7 +69,7 @@ def plot_plan(plan: Plan, path: Path, *, title: str) -> None:
     keeps for backward, on one device. The lower panel has a bar for each bucket. The bar of a
     gather goes from its send to the last use of its weights, that of a reduction from its first
     gradient to its send. Copies from host memory (green) and to host memory (red) have bars of
-    their own; those of copies from host memory end when their weights are sent.
+    their own; the bar of a copy from host memory ends when its weights are sent.
 
     Args:
         plan: plan of a training step.

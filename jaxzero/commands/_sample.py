@@ -155,7 +155,7 @@ def _load(settings: Sample) -> LoadedDecoder:
 
 
 def _read(loaded: LoadedDecoder, devices: list[Any] | None) -> Any:
-    """Read the weights. Each of several devices reads its part, so that none ever holds all."""
+    """Read the weights; return the tree of arrays, split over `devices` if they are given."""
     if devices is None:
         return jax.tree.map(lambda tensor: jnp.asarray(tensor.read()), loaded.params)
     mesh = Mesh(np.array(devices), ("model",))
@@ -208,7 +208,7 @@ def _compiled(
     settings: Sample,
     sampling: models.Sampling,
 ) -> tuple[Any, Any]:
-    """Compile two programs, to begin texts and to continue them.
+    """Compile and return two programs, one to begin texts and one to continue them.
 
     The first one runs the prompts and makes the first token of each row. The second makes up to
     `_TOKENS_AT_A_TIME` more tokens of each row.

@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Sequences of a step, of all devices."""
+        """The number of sequences in one step, over all devices."""
         return round(self.rows * self.nodes * self.local)
 
 

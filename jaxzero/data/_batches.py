@@ -182,7 +182,7 @@ class Batches(Iterator[Any]):
         return element
 
     def _spread(self, rows: np.ndarray) -> jax.Array:
-        """Make a global array `[batch, ...]` from the rows of this process, `[own rows, ...]`."""
+        """Make a global array `[batch, ...]` from the rows of this process, `[rows, ...]`."""
         shape = (self._rows.batch_size, *rows.shape[1:])
 
         def held(index: Any) -> np.ndarray:
@@ -191,7 +191,7 @@ class Batches(Iterator[Any]):
         return jax.make_array_from_callback(shape, self._sharding, held)
 
     def _spread_steps(self, rows: np.ndarray) -> jax.Array:
-        """Make a global array `[steps, batch, ...]` from own rows, `[steps, own rows, ...]`."""
+        """Make a global array `[steps, batch, ...]` from this process's rows of each step."""
         shape = (rows.shape[0], self._rows.batch_size, *rows.shape[2:])
 
         def held(index: Any) -> np.ndarray:

@@ -98,7 +98,7 @@ class ReplicasDiffer(AgreedEnd, RuntimeError):
 
 
 def check_replicas(tree: Any, *, step: int, seconds: float = 300.0) -> None:
-    """Check that replicated values are equal on all devices, and the step on all processes.
+    """Check that replicated values are equal on all devices, and `step` on all processes.
 
     All processes must call it, with the training state: parameters, optimizer state, random keys.
     Call it before every save: a checkpoint stores one of the replicas and restores it everywhere,
@@ -205,7 +205,7 @@ def _copies(x: Any) -> tuple[str, ...]:
 
 
 def _hashes(leaves: dict[str, Any]) -> dict[int, dict[str, tuple[int, bool]]]:
-    """Return local device id -> leaf -> (hash, True if all replicas have this hash)."""
+    """Return, by local device id and leaf, a shard's hash, and True if all its replicas have it."""
     specs = tuple(x.sharding.spec for x in leaves.values())
     copies = tuple(_copies(x) for x in leaves.values())
     mesh = next(iter(leaves.values())).sharding.mesh

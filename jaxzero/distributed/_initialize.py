@@ -202,8 +202,8 @@ def _listed_devices() -> list[int] | None:
 def _refuse_unseen_processes(method: str | None) -> None:
     """Raise `ValueError` if MPI started several processes that JAX did not detect.
 
-    Otherwise each would train on its own, and all would write to one directory. It also raises if
-    the user named a `method` of detection, which has found nothing.
+    Otherwise each process would train on its own, and all would write to one directory. Raise also
+    if the user named a `method` of detection, and it has found nothing.
     """
     if method not in (None, "deactivate"):
         raise ValueError(

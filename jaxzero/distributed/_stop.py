@@ -27,8 +27,8 @@ class StopRequest:
     raises KeyboardInterrupt as usual.
 
     JAX's service receives SIGTERM from `distributed.initialize` on, even for a single process.
-    Without it, signals are handled inside the `with` block only, and not at all outside the main
-    thread, where Python delivers none.
+    Without `initialize`, signals are handled inside the `with` block only, and only in the main
+    thread, since Python delivers no signals to other threads.
 
     with StopRequest() as stop:
         for step in range(first, last):

@@ -157,7 +157,7 @@ class Watchdog:
 
 
 class _Peers:
-    """The other processes, with the time at which this one last saw each one's counter change."""
+    """All other processes, and when this process last saw the counter of each change."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -211,7 +211,7 @@ class _Peers:
 
 @contextlib.contextmanager
 def time_limit(what: str, seconds: float) -> Iterator[None]:
-    """Context manager that ends this process with `PEER_LOST` if the block exceeds `seconds`.
+    """End this process with `PEER_LOST` if the `with` block takes more than `seconds`.
 
     Use it before and after training, such as for restoring and exporting, where no `Watchdog`
     runs: otherwise a process would wait forever for one that hangs.

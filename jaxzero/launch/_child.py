@@ -48,9 +48,9 @@ class Slot:
 def slots(nodes: list[int], procs_per_node: int, devices_per_proc: int | None) -> list[Slot]:
     """Assign ranks and devices to the processes on `nodes`.
 
-    Nodes are renumbered from 0, but keep the devices of their original numbers, which are in
-    `nodes`. Without `devices_per_proc` a process gets one device, as under SLURM and MPI; a single
-    process gets all devices.
+    `nodes` has the original number of each node, which determines the devices of its processes.
+    `Slot.node` counts nodes from 0. Without `devices_per_proc` a process gets one device, as under
+    SLURM and MPI; a single process gets all devices.
     """
     alone = devices_per_proc is None and len(nodes) == procs_per_node == 1
     count = devices_per_proc or 1
@@ -68,7 +68,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of the process in `slot`.
 
-    It is this process's environment with the variables that `jaxzero.distributed.initialize`
+    It is this process's environment, plus the variables that `jaxzero.distributed.initialize`
     (JAXZERO_*) and JAX (JAX_*) read.
     """
     variables = {
@@ -108,7 +108,7 @@ _OUT, _ERR = 1, 2
 
 
 class Output:
-    """Standard output and standard error of this process, shared by all children."""
+    """The standard output and error of this process, to which lines of all children are written."""
 
     def __init__(self):
         self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_QUEUE)
@@ -149,7 +149,7 @@ class Output:
 
 
 class ChildOutput:
-    """Show the output of one child, append it to a log file, and keep its last lines.
+    """Shows the output of one child, appends it to a log file, and keeps its last lines.
 
     Args:
         output: where lines are shown.

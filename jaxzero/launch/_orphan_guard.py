@@ -55,7 +55,7 @@ class OrphanGuard:
 
 
 def main() -> None:
-    """Run the guard process: read groups from standard input; at its end, kill those remaining."""
+    """Run the guard: read groups from standard input; when it closes, kill those left."""
     groups: set[int] = set()
     for line in sys.stdin:
         number = int(line[1:])

@@ -125,7 +125,7 @@ def _rank(end: ProcessExit) -> int:
 
 
 class Supervisor:
-    """Run a command in several processes, and ensure that all of them end.
+    """Runs a command in several processes, and ensures that all of them end.
 
     Args:
         command: a program and its arguments.

@@ -136,15 +136,15 @@ def attend(
     dropout_key: Key[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "b t h v"]:
-    """Compute attention: by `jax.nn.dot_product_attention`, or here if that lacks a feature.
+    """Compute attention by `jax.nn.dot_product_attention`, or by own code if JAX lacks a feature.
 
     If tokens are split over devices, or rows are long, `attend_split` computes it.
 
     Args:
         query_bthk, key_bsgk, value_bsgv: queries, keys and values.
         mask_bs: which keys are tokens, or the segments; see `Mask`.
-        start: the column of the first query among the keys of a cache; None if there is no cache,
-            and as many queries as keys.
+        start: the column of the first query among the keys of a cache. None: there is no cache, and
+            there are as many queries as keys.
         is_causal: True if a query sees no later keys.
         window: how many positions a query sees, its own included; if not `is_causal`, it sees the
             positions fewer than `window` away, on both sides.
@@ -259,7 +259,7 @@ def _form(
 ) -> Form:
     """Describe for `attend_split` which keys queries see, and how logits are computed.
 
-    A window that is an array is not part of the description.
+    A window that is an array is not part of it, and goes to `attend_split` as `reach`.
     """
     before = window - 1 if isinstance(window, int) else None
     marks = None if mask_bs is None else "keys" if mask_bs.dtype == jnp.bool_ else "segments"
@@ -296,10 +296,10 @@ def _seen(
 
 
 def _keys_of_queries(mask_bs: Array, *, of_heads: bool = False) -> Bool[Array, "..."]:
-    """Return the mask of the keys that each query may see, `[batch, queries, keys]`.
+    """Return which keys each query may see by `mask_bs`, as booleans `[batch, queries, keys]`.
 
-    If `mask_bs` has booleans, they are the same for all queries, so that dim has size 1. With
-    `of_heads` there is a dim of size 1 for heads after the batch.
+    A mask of padding is the same for all queries: then the dim of queries has size 1. With
+    `of_heads`, the result has a dim of size 1 for heads after the batch.
     """
     dims = (slice(None), *[None] * of_heads)
     if mask_bs.dtype == jnp.bool_:

@@ -53,7 +53,7 @@ class Block(nnx.Module):
         slots: Slots | None = None,
         routers: Routers | None = None,
     ) -> Float[Array, "b t d"]:
-        """Apply the layer; its arguments are those of `Attention`, and `routers` of `Experts`."""
+        """Apply the layer; the arguments are those of `Attention`, plus `routers` of `Experts`."""
         probabilities_key, attention_key, mlp_key = split_key(dropout_key, 3)
         rate, scale = self.config.residual_dropout, self.config.residual_scale
         seen = _normalized(self.attention_norm, x_btd)

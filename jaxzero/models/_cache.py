@@ -28,7 +28,7 @@ _COLUMNS = -2  # the dim of columns
 
 
 class LayerCache(NamedTuple):
-    """The keys and values of one layer; with a leading dimension of layers, of a stack of layers.
+    """The keys and values of one layer, or of a stack of layers, whose leading dim counts layers.
 
     Heads come before columns, so that attention multiplies matrices that are contiguous in memory.
     """
@@ -103,7 +103,7 @@ def _check_positions(config: DecoderConfig, num_columns: int) -> None:
 
 
 def check_room(cache: Cache, ids: Int[Array, "b t"]) -> None:
-    """Raise `ValueError` if the tokens are known not to fit into the cache."""
+    """Raise `ValueError` if it is known when tracing that tokens do not fit into the cache."""
     batch_size, size = cache.mask.shape
     try:
         held = int(cache.length)
@@ -142,14 +142,17 @@ class Slots:
         """Point to one layer of a cache.
 
         Args:
-            layers: `layers` of a `Cache`.
+            layers: `layers` of a `Cache`: a tuple of `LayerCache`s, or a stack of them.
             number: index of the layer: an `int` for a tuple of layers, an array for a stack.
             start: first column that is written.
         """
         self.layers, self.number, self.start = layers, number, start
 
     def write(self, *new: Float[Array, "b t g _"]) -> tuple[Float[Array, "b s g _"], ...]:
-        """Store the new keys and, if the cache has them, values; return those of all columns."""
+        """Store the keys of new tokens, and values if the cache has them.
+
+        Returns the keys, and the values, of all columns of the cache.
+        """
         stack = isinstance(self.layers, LayerCache)
         held: tuple[Any, ...] = self.layers if stack else self.layers[self.number]
         # Latent attention has no values: neither here nor in the cache.
@@ -188,7 +191,7 @@ def _with_columns(
 ) -> Float[Array, "*layers b g s k"]:
     """Write `update` to the columns of `held` from `start` on.
 
-    If `held` is a stack, it is written to the layer `number`.
+    If `held` is a stack of layers, only its layer `number` is written.
     """
     num_parts = num_token_parts()
     if num_parts == 1:

@@ -121,7 +121,7 @@ def config_keys(
 
 
 def check_only(keys: JsonKeys, key: str, only: Any, model: str) -> None:
-    """Raise `ValueError` if a key has another value than `only`.
+    """Raise `ValueError` unless a key has the value `only`, the only one that our model computes.
 
     A null counts as False or 0. `model` names the model in the message.
     """
@@ -146,7 +146,7 @@ def windowed_layers(keys: JsonKeys, num_layers: int, model: str) -> tuple[int, .
         The indices in ascending order; None if `layer_types` is missing or null.
 
     Raises:
-        ValueError: `layer_types` has another number of entries, or another type of layer.
+        ValueError: `layer_types` has not one entry for each layer, or names an unknown type.
     """
     types = keys.get("layer_types")
     if types is None:
@@ -167,7 +167,7 @@ def make_config(make: type[Config], fields: Mapping[str, Any], path: Path) -> Co
     """Make a config of class `make` from fields that were read from `path`.
 
     Raises:
-        TypeError: the config has no field of a name.
+        TypeError: `fields` names a field that `make` does not have.
         ValueError: the fields contradict each other; the message names the file.
     """
     config: Any = make  # `Config` may be any class, and here is a dataclass

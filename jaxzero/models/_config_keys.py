@@ -1,4 +1,4 @@
-"""What each key of a `config.json` may hold, for all families.
+"""Define what each key of a `config.json` may hold, for all families.
 
 A key means the same in every family that reads it, so its type and range are written once, here. A
 family says which keys it reads, and which values they have if a file leaves them out. If a key has
@@ -152,7 +152,7 @@ KEYS: dict[str, Kind] = {
     "short_factor": _FACTORS,
     "long_factor": _FACTORS,
     "attention_factor": optional(POSITIVE),
-    # Read to be refused where they are not what the model computes.
+    # Keys that are read only to refuse values that our models do not compute.
     "quantization_config": ANYTHING,
     "position_embedding_type": ANYTHING,
     "is_decoder": ANYTHING,

@@ -1,10 +1,11 @@
 """Read the structured parts of a decoder's `config.json`: heads, windows, rotation and experts.
 
-The tables of families name these functions. Those for heads take a map `sizes` from our names of
-sizes to keys of the file, and return fields of `DecoderConfig`. Those for windows return indices of
-the layers that have one. Files of transformers 4 and 5 differ, and both are read. 4 has
-`rope_theta` beside `rope_scaling`. 5 has both in `rope_parameters`, once for each kind of layer if
-kinds rotate differently. 4 writes `num_experts`, and 5 `num_local_experts`.
+The tables of families (`_decoder_families`) name these functions. Functions for heads take `sizes`,
+which maps our names of sizes to keys of the file, and return fields of `DecoderConfig`. Functions
+for windows return the indices of the layers with a sliding window. The files of
+transformers 4 and 5 are read. Version 4 has `rope_theta` beside `rope_scaling`; version 5 has both
+in `rope_parameters`, once for each kind of layer if kinds rotate differently. Version 4 writes
+`num_experts`, and version 5 `num_local_experts`.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def ordinary_heads(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def heads_of_hidden(keys: Content, sizes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `ordinary_heads` for a family without keys for them in the file."""
+    """Return the fields of `ordinary_heads`, computed from hidden size and number of heads only."""
     num_heads, hidden_size = keys[sizes["num_heads"]], keys[sizes["hidden_size"]]
     if hidden_size % num_heads:
         raise keys.error(
@@ -85,17 +86,17 @@ def no_window(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def window_everywhere(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Give all layers a sliding window, if the file has its size."""
+    """Give all layers a sliding window, if the file has a `sliding_window`."""
     return tuple(range(num_layers)) if content.get("sliding_window") else ()
 
 
 def window_if_used(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Give all layers a sliding window, if the file has its size and sets `use_sliding_window`."""
+    """Give all layers a sliding window, if `sliding_window` and `use_sliding_window` are set."""
     return window_everywhere(content, num_layers) if content.get("use_sliding_window") else ()
 
 
 def window_late(content: Content, num_layers: int) -> tuple[int, ...]:
-    """Give layers from `max_window_layers` on a window, if `use_sliding_window` is set."""
+    """Give layers from number `max_window_layers` on a window, if `use_sliding_window` is set."""
     late = range(content.get("max_window_layers", 28), num_layers)
     return _window_by_type(content, num_layers, late) if content.get("use_sliding_window") else ()
 
@@ -123,7 +124,7 @@ def window_unrotated(content: Content, num_layers: int) -> tuple[int, ...]:
 def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
     """Return the indices of layers without rotation: those with 0 in `no_rope_layers`.
 
-    Without this key it is every `no_rope_layer_interval`-th layer.
+    Without this key, every `no_rope_layer_interval`-th layer has no rotation.
     """
     marks = content.get("no_rope_layers")
     if marks is None:
@@ -135,7 +136,7 @@ def unrotated_layers(content: Content, num_layers: int) -> tuple[int, ...]:
 
 
 def _window_by_type(content: Content, num_layers: int, default: Iterable[int]) -> tuple[int, ...]:
-    """Return the indices of layers with a window by `layer_types`, or else `default`."""
+    """Return the layers that `layer_types` gives a window; without that key, `default`."""
     if not content.get("sliding_window"):
         return ()
     layers = windowed_layers(content, num_layers, "the decoder")
@@ -154,10 +155,10 @@ def read_rope(
 
     Args:
         content: the file, with a default of `base_key`.
-        head_size: size of a head, all of which is rotated, or a part.
+        head_size: size of a head, of which all or a part is rotated.
         base_key: key under which transformers 4 wrote the base of the frequencies.
-        sliding_base_key: its key of the base for layers with a window; None if all rotate alike.
-        part_key: its key of the fraction of a head that is rotated; None if all of it is.
+        sliding_base_key: key of transformers 4 for the base in layers with a window, if it differs.
+        part_key: key of transformers 4 for the rotated fraction of a head; None: all is rotated.
     """
     scaling, given = content.section("rope_scaling"), content.section("rope_parameters")
     if sliding_base_key is None:
@@ -268,7 +269,7 @@ def _yarn(given: Content, trained: int) -> YarnScaling:
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """Return Yarn's factor on sines and cosines, for texts `factor` times as long as trained."""
+    """Return Yarn's factor of sines and cosines, if texts are `factor` times as long as trained."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -320,9 +321,9 @@ def mixtral_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def qwen3_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Return the config of experts in every `decoder_sparse_step`-th layer, or None.
+    """Return the config of experts in every `decoder_sparse_step`-th layer.
 
-    Layers in `mlp_only_layers` have no experts.
+    Layers in `mlp_only_layers` have no experts. None: no layer has experts.
     """
     count = "num_local_experts" if "num_local_experts" in content else "num_experts"
     content.require(count, "num_experts_per_tok", "moe_intermediate_size")
@@ -357,7 +358,7 @@ def gpt_oss_experts(content: Content, num_layers: int) -> ExpertsConfig:
 
 
 def deepseek_experts(content: Content, num_layers: int) -> ExpertsConfig | None:
-    """Return the config of experts in groups, after `first_k_dense_replace` layers without any."""
+    """Return the config of grouped experts; the first `first_k_dense_replace` layers have none."""
     count, num_dense = "n_routed_experts", content["first_k_dense_replace"]
     content.require(count, "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
     if num_dense >= num_layers:

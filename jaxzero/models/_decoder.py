@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "b t"] | None = None,
         dropout_key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "b t d"], RouterBalance]:
-        """Compute what `hidden` does, and how evenly the router of each layer chooses experts.
+        """Compute the vectors of `hidden`, and how evenly each layer's router chooses experts.
 
         Returns:
             The vectors; and the `RouterBalance` over the tokens of all devices, with a leading dim
@@ -180,7 +180,7 @@ class Decoder(nnx.Module):
             cache: from `make_cache` or the last call. Donate it to the jitted step that this is
                 called in; then it is written in place.
             ids: the next t tokens of each row: a prompt, or one token.
-            mask: False for padding, which no token ever sees. None if there is none.
+            mask: False for padding, which no token ever sees. None if there is no padding.
 
         Returns:
             The normalized vectors after the last layer, and the cache with the new tokens. If the
@@ -217,9 +217,11 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Any, Any]:
         """Compute the normalized vectors after the last layer.
 
+        The arguments are those of `__call__` and `extend`, and `balance`, from `Routers.start`.
+
         Returns:
-            The vectors; the cache with the new tokens, if one was given, else None; and the balance
-            with that of all layers, if one was given, else None.
+            The vectors; the cache with the new tokens, or None if `cache` is None; and `balance`
+            with the measurements of all layers filled in, or None if `balance` is None.
         """
         config = self.config
         embedding_key, layers_key = split_key(dropout_key, 2)

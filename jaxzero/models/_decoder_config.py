@@ -79,7 +79,7 @@ class DecoderConfig:
             every token, so that ZeRO gathers one expert at a time, for
             num_experts / num_experts_per_token times the arithmetic.
         attention_implementation: `implementation` of `jax.nn.dot_product_attention`; or a function
-            with the other arguments of that, to call instead.
+            to call instead, which takes the other arguments of `jax.nn.dot_product_attention`.
     """
 
     vocabulary_size: int

@@ -1,6 +1,7 @@
 """The tables of the families of decoders: families with RMSNorm, and families with LayerNorm.
 
-`defaults` are those of the family's config class in transformers, for keys that a file leaves out.
+The `defaults` of a `Family`, for keys that a file leaves out, are those of the family's config
+class in transformers.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ def _smollm3_rotation(content: Content, fields: Fields) -> dict[str, Any]:
 def _deepseek_rotation(content: Content, fields: Fields) -> dict[str, Any]:
     """Return the fields `rope` and, if Yarn changes it, `attention_scale` of DeepSeek's models.
 
-    Yarn also changes the scale of attention if `mscale_all_dim` is given.
+    Yarn changes `attention_scale` if the file has `mscale_all_dim`.
     """
     rope = fields["rope"]
     if content["rope_interleave"]:

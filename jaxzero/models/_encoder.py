@@ -99,7 +99,7 @@ class EncoderConfig(EncoderBase):
 def _positions_after_padding(keys: JsonKeys, fields: Fields) -> dict[str, Any]:
     """Return `padding_id` and `max_length` of RoBERTa, whose table begins with unused rows.
 
-    These are the rows up to that of the padding token.
+    The unused rows are those up to the row of the padding token.
     """
     keys.require("pad_token_id")
     padding_id = keys["pad_token_id"]

@@ -70,7 +70,7 @@ class EncoderBase:
 
 
 def check_heads(keys: JsonKeys, size: str, heads: str) -> None:
-    """Raise `ValueError` unless the hidden size divides into heads, of size `head_dim` if given.
+    """Raise `ValueError` unless the heads divide the hidden size, and fit any `head_dim`.
 
     Args:
         keys: the `config.json`.

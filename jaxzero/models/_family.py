@@ -54,13 +54,13 @@ KEY_VALUE_HEADS = {"num_key_value_heads": COUNT}
 
 
 def nothing_more(content: Content, fields: Fields) -> dict[str, Any]:
-    """Return no fields, for a family in which none must be computed."""
+    """Return no fields: `ConfigTable.more` of a family that computes no further fields."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfigTable:
-    """How one `model_type` writes its `config.json`, and what all its models have in common."""
+    """A table of how one `model_type` writes its `config.json`, and what its models share."""
 
     usual: ClassVar[dict[str, Any]] = {}  # defaults of all families
 
@@ -106,7 +106,7 @@ class ConfigTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family(ConfigTable):
-    """How one `model_type` of decoders writes its `config.json`; see also `_config_parts`."""
+    """The table of one `model_type` of decoders, with functions of `_config_parts` for parts."""
 
     usual = DEFAULTS
 

@@ -28,7 +28,7 @@ Decode = Callable[[Cache, Any, Any], tuple[Any, Cache]]  # as `Decoder.decode`
 
 
 class Generation(NamedTuple):
-    """The state of a generation between calls of `continue_generation`: a pytree of arrays."""
+    """The state of a generation between two calls of `continue_generation`: a pytree of arrays."""
 
     tokens: Int32[Array, "b n"]  # `pad_token` behind the end of a row
     lengths: Int32[Array, "b"]  # new tokens of each row, with the stop token
@@ -185,7 +185,7 @@ def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Gen
     number, is_done = generation.num_columns, generation.is_done
     keys = generation.keys
     if keys is not None:
-        # By column, so that a row draws the same whatever the other rows and calls are.
+        # A key of its own for each column: a row's draws depend neither on rows nor on calls.
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
     chosen = jnp.where(is_done, jnp.int32(sampling.pad_token), choose(logits, sampling, keys))
     stops = jnp.isin(chosen, jnp.array([-1, *sampling.stop_tokens], jnp.int32))

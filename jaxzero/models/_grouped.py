@@ -6,8 +6,9 @@ A block is a run of rows of one expert. The loop over blocks has a fixed length,
 groups of any sizes: the full blocks, and at most one more for each of the g groups. Blocks that are
 not needed are skipped. So only the chosen experts are computed, on every platform (XLA:CPU and
 XLA:GPU multiply every row by every expert in `jax.lax.ragged_dot`), and intermediate results exist
-for one block at a time. Backward computes them again, and adds the gradient of a block's expert in
-place, in float32. It does not need `y`, so `jax.checkpoint` around it computes no block twice.
+for one block at a time. Backward computes intermediate results again, and adds the gradient of a
+block's expert in place, in float32. Backward does not need `y`, so under `jax.checkpoint` no block
+is computed a third time.
 
 Legend: m rows, g groups, r rows of a block.
 """
@@ -41,13 +42,13 @@ def apply_by_group(
 ) -> Shaped[Array, "m o"]:
     """Apply `function` to each expert's parameters and rows, and multiply by the rows' weights.
 
-    It can be the `compute` of `jz.exchange_tokens`. Unlike `jax.lax.ragged_dot` on GPUs and CPUs it
-    does no arithmetic for experts that a row did not choose.
+    `jz.exchange_tokens` can take this function as `compute`. On GPUs and CPUs, unlike
+    `jax.lax.ragged_dot`, it does no arithmetic for experts that a row did not choose.
 
     Args:
-        function: takes the parameters of one expert and rows `[r, d]`, each of which it computes
-            by itself; returns `[r, o]`. It is differentiated with respect to both, and must not
-            close over traced arrays.
+        function: takes the parameters of one expert and rows `[r, d]`; returns `[r, o]`, where each
+            row depends on its own input row only. It is differentiated with respect to parameters
+            and rows, and must not close over traced arrays.
         params: a tree of arrays `[g, ...]`.
         rows: `[m, d]`, sorted by group.
         group_sizes: `[g]`, the number of rows of each group, int32.

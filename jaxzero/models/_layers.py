@@ -32,8 +32,8 @@ def make_layers(
         num_layers: number of layers.
         kind: maps the number of a layer to its kind; layers of one kind differ in values only.
         scanned: True to stack the layers; then all are made as layer 0 is.
-        rngs: keys of the initial values. With `ShapesOnly`, one layer of each kind is made, and the
-            others are copies of it.
+        rngs: keys of the initial values. With `ShapesOnly`, one layer of each kind is made, and all
+            other layers of the kind are copies of it.
     """
     if not scanned and isinstance(rngs, ShapesOnly):
         first: dict[Hashable, nnx.Module] = {}
@@ -89,7 +89,7 @@ def _layer_function(
     if remat == "none":
         return run
     policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
-    # Inside a scan there is nothing that the recomputation could be merged with.
+    # Inside a scan, XLA cannot merge the recomputation with the forward pass.
     return jax.checkpoint(run, policy=policy, prevent_cse=not in_scan)
 
 

@@ -46,8 +46,8 @@ def as_indices(
 
     Args:
         ids: token ids.
-        mask: False for padding, which must not be NaN: attention multiplies it by 0. None if there
-            is none.
+        mask: False for padding, whose vectors must not be NaN, since attention multiplies them by
+            0. None if there is no padding.
         vocabulary_size: rows of the table.
     """
     if ids.dtype.itemsize < 4:  # it may be too narrow for `vocabulary_size`
@@ -57,7 +57,7 @@ def as_indices(
 
 
 class RMSNorm(nnx.Module):
-    """Bring the last dimension to root mean square 1, then scale each number of it."""
+    """Scales vectors along the last dim to root mean square 1, then each number by a parameter."""
 
     def __init__(self, size: int, *, epsilon: float, offset: float = 0.0):
         self.epsilon = epsilon

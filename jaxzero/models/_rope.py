@@ -174,7 +174,7 @@ class DynamicScaling(Scaling):
 class YarnScaling(Scaling):
     """Divides the frequency of slow pairs by `factor`, keeps fast ones, interpolates in between.
 
-    The limits are numbers of turns in `trained_length` tokens, as in `Llama3Scaling`, but the
+    Pairs are fast or slow by their turns in `trained_length` tokens, as in `Llama3Scaling`, but the
     interpolation is linear in the number of the pair.
 
     Args:
@@ -239,7 +239,7 @@ def _exponents(rotary_size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Which elements of a head are rotated, and the frequency of each pair.
+    """A rotation: which elements of a head are rotated, and the frequency of each pair.
 
     Attributes:
         rotary_size: number of elements that are rotated: the first ones of a head, or in latent

@@ -26,7 +26,7 @@ from .._sums import widened
 
 
 class RouterBalance(NamedTuple):
-    """How evenly a router chooses experts.
+    """Measurements of how evenly a router chooses experts.
 
     From a `Decoder`, the arrays have a leading dim for layers.
 

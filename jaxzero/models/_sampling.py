@@ -171,10 +171,10 @@ def choose(
 
 
 def restricted(logits_bv: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Return logits divided by the temperature; tokens not to be chosen from have -inf.
+    """Divide logits by the temperature, and set those outside of the top k or top p to -inf.
 
-    A constant is added to each row. Tokens as probable as the last one of the top k or top p are
-    kept with it.
+    Tokens as probable as the least probable one of the top k or top p are kept with it. Each row is
+    shifted by a constant, so that its largest logit is 0; this does not change probabilities.
     """
     # The largest logit becomes 0, so that dividing by a small temperature overflows to -inf only;
     # and the divisor is not subnormal, which devices may take for 0.

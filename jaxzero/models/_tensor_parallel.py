@@ -37,7 +37,8 @@ def tensor_parallel_specs(
     """Return `PartitionSpec`s of a decoder's parameters, for `jz.reshard` and tensor parallelism.
 
     If `size` does not divide the number of key-value heads, keys and values stay whole on every
-    device, and only queries are split. A vocabulary that it does not divide stays whole too.
+    device, and only queries are split. If `size` does not divide the vocabulary, the embedding and
+    the head stay whole too.
 
     Args:
         graph: graph of the model, from `nnx.split` or `interop.load_decoder`.
@@ -103,9 +104,9 @@ def _spec(dim: int | None, ndim: int, axis: str) -> PartitionSpec:
 
 
 def _split_dims(module: Any, size: int, experts: str) -> dict[str, int]:
-    """Map each parameter of a module that is split to its dim, counted from the last.
+    """Return, for each parameter of a module that is to be split, the split dim.
 
-    Parameters of inner modules are not included.
+    Dims are counted from the last: -1, -2. Parameters of inner modules are not included.
     """
     if isinstance(module, Decoder):
         return _of_vocabulary(module, size)
