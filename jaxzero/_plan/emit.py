@@ -92,7 +92,6 @@ class _Emitter:
         self._tied_to: Value | None = None  # the value of the last tie
         self._made_since = False  # whether a group of gradients was made since the last tie
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Gather] = {}
-        self._drops = {x.until for group in plan.gather_groups for x in group.gathers}
         # For each operation, the groups of weights for which something is done before it.
         self._gathers_at: dict[int | None, list[int]] = {}
         for i, group in enumerate(plan.gather_groups):
@@ -125,7 +124,8 @@ class _Emitter:
             self.at = at
             if self.at in plan.reduce_early:
                 self._reduce_early(plan.reduce_early[self.at])
-            self._gather()
+            if plan.loops or at in self._gathers_at:
+                self._gather()
             self._finish_loss()
             if self.at < len(self.operations):
                 self._run(self.operations[self.at])
@@ -147,10 +147,7 @@ class _Emitter:
     # Weights.
 
     def _gather(self) -> None:
-        numbers = self._gathers_at.get(self.at, ())
-        if not numbers and not self.plan.loops:
-            return
-        groups = [(i, self.plan.gather_groups[i]) for i in numbers]
+        groups = [(i, self.plan.gather_groups[i]) for i in self._gathers_at.get(self.at, ())]
         for i, group in groups:
             if group.fetch == self.at:
                 tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None
@@ -203,8 +200,6 @@ class _Emitter:
         self._full.update(((x.weight, x.ops), x) for x in gathers)
 
     def _drop(self) -> None:
-        if self.at not in self._drops:
-            return
         dead = tuple(key for key, gather in self._full.items() if gather.until == self.at)
         if dead:
             self.done.append(Drop(at=self.at, weights=dead))
