@@ -204,7 +204,7 @@ class EncodedShards:
     def on_device(self, name: str, *, windowed: bool) -> EncodedShards:
         """Return these shards, copied to device memory if needed; arguments: `copy_to_device`."""
         data = copy_to_device(self.data, "weights", name, windowed=windowed)
-        return dataclasses.replace(self, data=data)
+        return self if data is self.data else dataclasses.replace(self, data=data)
 
     def layer(
         self, data: Shaped[Array, ...], kept: Shaped[Array, ...] | None = None

@@ -101,12 +101,10 @@ class BlockRunner:
         by_lag: ByLag | None = None,
         tick: Tick | None = None,
     ):
-        self.plan = plan
-        self.comm = comm
+        self.plan, self.comm, self.tick = plan, comm, tick
         self.gradients = GradientBuckets(plan, comm)
         self.updates = updates
         self.by_lag: ByLag = collections.defaultdict(dict, by_lag or {})
-        self.tick = tick
         self.starts: dict[int, LoopState] = {}
         self.updated: dict[int, list[Array]] = {}
         self._full: dict[tuple[ShardedParam, tuple[movable_ops.Op, ...]], Any] = {}
@@ -120,10 +118,12 @@ class BlockRunner:
         """Execute instructions in their order."""
         for is_plain, run in itertools.groupby(listed, self._is_plain):
             if is_plain:
-                operations = (self.plan.block.operations[each.at] for each in run)
+                plain = list(run)
+                runs = (x for x in plain if type(x) is instructions.Run)
+                operations = (self.plan.block.operations[each.at] for each in runs)
                 equations = ((x.equation, x.inputs, x.outputs) for x in operations)
                 self.by_lag[0].update(emit(equations, self.read))
-                continue
+                run = (x for x in plain if type(x) is instructions.Drop)  # all have been read
             for each in run:
                 with self._region(each.at):
                     self._execute((each,))
@@ -272,9 +272,9 @@ class BlockRunner:
     # Operations.
 
     def _is_plain(self, each: instructions.Instruction) -> bool:
-        """Return whether an instruction runs an equation that is copied to the trace unchanged."""
+        """Return whether an instruction drops weights, or copies an equation to the trace."""
         if type(each) is not instructions.Run or is_simulating():
-            return False
+            return type(each) is instructions.Drop
         operation, views = self.plan.block.operations[each.at], self.plan.uses.views
         applied = (self._full_weight(views[x])[1] for x in operation.inputs if x in views)
         return may_be_copied(operation) and not any(applied)

@@ -73,9 +73,8 @@ def gather_source(
         }
         comm = dataclasses.replace(comm, **codecs)
     source = _gather_source(shard, leaf, weight, depth, comm, node_slice)
-    source = dataclasses.replace(source, pinned=source.pinned or exact)
     axes = leaf.split_axes((LOCAL,) if comm.hpz else comm.gather_axes)
-    return dataclasses.replace(source, axes=axes)
+    return dataclasses.replace(source, pinned=source.pinned or exact, axes=axes)
 
 
 def _gather_source(

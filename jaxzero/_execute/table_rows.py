@@ -138,7 +138,8 @@ def _candidates(
     if shapes[0] is None:
         return weights, {}
     numbered = enumerate(parameters.differentiated, len(jax.tree.leaves(shapes[:2])))
-    return weights, {k: i for k, i in numbered if i in {*weights.values()}}
+    numbers = {*weights.values()}
+    return weights, {k: i for k, i in numbered if i in numbers}
 
 
 def _with_twins(

@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 # An equation, the names of its inputs, and the names of its outputs.
 Named = tuple[Any, Sequence[Any], Sequence[Any]]
 JAXPRS = (jex.Jaxpr, jex.ClosedJaxpr)
+_Literal = jex.Literal
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -39,10 +40,12 @@ def emit(equations: Iterable[Named], read: Callable[[Any], Any]) -> dict[Any, An
         The outputs of all equations, by name.
     """
     equations, known = list(equations), set()
+    if not equations:
+        return {}
     numbers, inputs, outputs = {}, {}, {}
     for equation, read_names, made_names in equations:
         for var, name in zip(equation.invars, read_names, strict=True):
-            if isinstance(var, jex.Literal) or name in known:
+            if name in known or isinstance(var, _Literal):
                 continue
             known.add(name)
             value = read(name)
@@ -123,11 +126,16 @@ class _Copies:
         self.numbers = numbers
         self.effects = {effect for x, *_ in equations for effect in x.effects}
         self.is_high = any(_is_high(x) for x, *_ in equations)
+        self._key: Callable[[], Any] = lambda: None
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
         """Add the call to the current trace, and return its outputs."""
-        key = _empty().replace()
-        _COPIES[key] = self
+        # The calls of one recording have the same key as long as one of them exists, so JAX finds
+        # the types of all but the first in its cache.
+        if (key := self._key()) is None:
+            key = _empty().replace()
+            self._key = weakref.ref(key)
+            _COPIES[key] = self
         return _copies_p.bind(*values, key=key)
 
     def in_place_of(self, call: Any) -> Iterator[Any]:
@@ -135,16 +143,18 @@ class _Copies:
         atoms = {**self.numbers, **dict(zip(self.inputs, call.invars, strict=True))}
         outputs = dict(zip(self.outputs, call.outvars, strict=True))
         source = call.source_info
+        sources: dict[int, Any] = {}  # by id of the name stack; most equations share theirs
         for equation, read, made in self.equations:
             pairs = zip(equation.invars, read, strict=True)
-            operands = [x if isinstance(x, jex.Literal) else atoms[name] for x, name in pairs]
+            operands = [x if isinstance(x, _Literal) else atoms[name] for x, name in pairs]
             results = []
             for var, name in zip(equation.outvars, made, strict=True):
-                atoms[name] = outputs.get(name) or jex.Var(var.aval)
-                results.append(atoms[name])
-            inner, info = equation.source_info.name_stack, source
-            if inner.stack:
-                info = source.replace(name_stack=source.name_stack + inner)
+                result = atoms[name] = outputs.get(name) or jex.Var(var.aval)
+                results.append(result)
+            inner = equation.source_info.name_stack
+            if (info := sources.get(id(inner)) if inner.stack else source) is None:
+                names = source.name_stack + inner
+                info = sources[id(inner)] = source.replace(name_stack=names)
             copy = equation.replace(invars=operands, outvars=results, source_info=info)
             yield from _expanded(copy)
 
@@ -176,7 +186,10 @@ def with_inner(equation: Any, change: Callable[[Any], Any]) -> Any:
     for name, param in equation.params.items():
         several = isinstance(param, tuple)
         before = param if several else (param,)
-        if not any(isinstance(x, JAXPRS) for x in before):
+        for x in before:  # a loop, since `any` of a generator takes three times as long
+            if isinstance(x, JAXPRS):
+                break
+        else:
             continue
         after = [change(x) if isinstance(x, JAXPRS) else x for x in before]
         if any(x is not y for x, y in zip(before, after, strict=True)):

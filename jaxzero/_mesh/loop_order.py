@@ -281,7 +281,8 @@ def _is_collective(equation: Any) -> bool:
 
 
 def _names_an_axis(equation: Any) -> bool:
-    return any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+    effects = equation.effects  # most equations have none
+    return bool(effects) and any(type(x).__name__ == "NamedAxisEffect" for x in effects)
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

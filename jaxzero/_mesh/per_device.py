@@ -268,13 +268,13 @@ def evaluate(
     values = dict(zip(jaxpr.constvars, constants, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(var: Any) -> Any:
-        return literal(var.val) if isinstance(var, jex.Literal) else values[var]
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [literal(x.val) if isinstance(x, jex.Literal) else values[x] for x in atoms]
 
     for equation in jaxpr.eqns:
-        outputs = apply(equation, [read(var) for var in equation.invars])
+        outputs = apply(equation, read(equation.invars))
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    return read(jaxpr.outvars)
 
 
 def appended(first: Any, second: Any, read: Sequence[Any]) -> Any:
@@ -319,14 +319,25 @@ def equations_inside(equation: Any) -> Iterator[Any]:
 def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to every equation of a jaxpr, closed or not, and of the jaxprs inside it.
 
-    Equations and jaxprs in which nothing changes are returned as the same objects.
+    Equations and jaxprs in which nothing changes are returned as the same objects. A jaxpr that
+    several equations share, as the layers of an unrolled model do, is rewritten once.
     """
-    if not isinstance(jaxpr, jex.Jaxpr):
-        inner = rewrite(jaxpr.jaxpr, change)
-        return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
-    equations = [change(with_inner(x, lambda inner: rewrite(inner, change))) for x in jaxpr.eqns]
-    is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
-    return jaxpr if is_same else jaxpr.replace(eqns=equations)
+    known: dict[int, tuple[Any, Any]] = {}  # by id, each jaxpr and its replacement
+
+    def rewritten(jaxpr: Any) -> Any:
+        if id(jaxpr) in known:
+            return known[id(jaxpr)][1]
+        if isinstance(jaxpr, jex.Jaxpr):
+            equations = [change(with_inner(x, rewritten)) for x in jaxpr.eqns]
+            is_same = all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True))
+            new = jaxpr if is_same else jaxpr.replace(eqns=equations)
+        else:
+            inner = rewritten(jaxpr.jaxpr)
+            new = jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+        known[id(jaxpr)] = jaxpr, new
+        return new
+
+    return rewritten(jaxpr)
 
 
 def is_traced(x: Any) -> bool:

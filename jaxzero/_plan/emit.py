@@ -124,7 +124,8 @@ class _Emitter:
             self.at = at
             if self.at in plan.reduce_early:
                 self._reduce_early(plan.reduce_early[self.at])
-            self._gather()
+            if plan.loops or at in self._gathers_at:
+                self._gather()
             self._finish_loss()
             if self.at < len(self.operations):
                 self._run(self.operations[self.at])
@@ -146,8 +147,7 @@ class _Emitter:
     # Weights.
 
     def _gather(self) -> None:
-        numbers = self._gathers_at.get(self.at, ())
-        groups = [(i, self.plan.gather_groups[i]) for i in numbers]
+        groups = [(i, self.plan.gather_groups[i]) for i in self._gathers_at.get(self.at, ())]
         for i, group in groups:
             if group.fetch == self.at:
                 tie = self._tie(group.fetch_tie) if self.plan.fetched(i) else None

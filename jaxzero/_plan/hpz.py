@@ -145,7 +145,8 @@ def _marked(
         keeps = x.weight in weights and x.at == first[x.weight]
         if keeps:
             weights.discard(x.weight)
-        gathers.append(dataclasses.replace(x, keeps=x.keeps or keeps))
+            x = dataclasses.replace(x, keeps=True)
+        gathers.append(x)
     return dataclasses.replace(group, gathers=tuple(gathers))
 
 

@@ -73,12 +73,20 @@ class LayerMemory:
         self._gradients = gradients
         self._work = work_done(block)
         end = len(block.operations)
-        self._reads = {
+        reads = {
             value: i
             for i, operation in enumerate(block.operations)
             for value in operation.inputs
             if isinstance(value, Value)
         } | dict.fromkeys((x for x in block.outputs if isinstance(x, Value)), end)
+        made = [(i, x) for i, operation in enumerate(block.operations) for x in operation.outputs]
+        made = [(i, x) for i, x in made if x.is_array and x not in uses.views]
+        # The arrays of the block in the order in which they are made: the operations that make
+        # them, the last ones that read them, and their bytes.
+        self._values = [x for _, x in made]
+        self._made_at = np.array([i for i, _ in made], np.int64)
+        self._read_at = np.array([reads.get(x, i) for i, x in made], np.int64)
+        self._sizes = np.array([x.num_bytes for x in self._values], np.int64)
 
     def find_peaks(
         self, reduces: Sequence[ReduceGroup], starts: Sequence[int] | None
@@ -171,13 +179,13 @@ class LayerMemory:
 
         Weights and the values in `others` do not count.
         """
+        first, last = np.searchsorted(self._made_at, [layer.start, layer.stop])
+        made, read, sizes = (x[first:last] for x in (self._made_at, self._read_at, self._sizes))
+        if others:
+            sizes = sizes * np.array([x not in others for x in self._values[first:last]], bool)
         change = np.zeros(len(layer) + 1, np.int64)
-        for i in layer:
-            for value in self._block.operations[i].outputs:
-                if value.is_array and value not in self._uses.views and value not in others:
-                    stop = min(self._reads.get(value, i) + 1, layer.stop)
-                    change[i - layer.start] += value.num_bytes
-                    change[stop - layer.start] -= value.num_bytes
+        np.add.at(change, made - layer.start, sizes)
+        np.subtract.at(change, np.minimum(read + 1, layer.stop) - layer.start, sizes)
         return change.cumsum()[:-1]
 
 

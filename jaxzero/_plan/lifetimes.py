@@ -10,6 +10,7 @@ because they occupy memory for the least time (DeepSpeed's `stage3_max_reuse_dis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -34,17 +35,17 @@ class Gather:
     until: int  # the operation after which it is dropped
     keeps: bool = False  # whether the node slice is kept for later gathers (hpZ)
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The gathered array's full shape."""
         return View(self.weight, self.ops).shape
 
-    @property
+    @functools.cached_property
     def dtype(self) -> Any:
         """The gathered array's dtype."""
         return View(self.weight, self.ops).dtype
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of the gathered array."""
         return math.prod(self.shape)
@@ -142,7 +143,8 @@ def _by_region(gathers: list[Gather]) -> Iterator[list[Gather]]:
 
 def _merged(gathers: Sequence[Gather]) -> Gather:
     """Merge gathers of a weight into one, which holds the weight from its first use to its last."""
-    return dataclasses.replace(gathers[0], until=gathers[-1].until)
+    first, last = gathers[0], gathers[-1]
+    return first if first is last else dataclasses.replace(first, until=last.until)
 
 
 def _held_within_limits(found: list[list[Gather]], live: Live) -> list[Gather]:

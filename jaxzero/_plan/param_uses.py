@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._program import Atom, Barrier, Block, Branch, Loop, Operation, Value, movable_ops
@@ -160,7 +160,9 @@ class _UseFinder:
         self._need(len(self.block.operations), outputs)
         return BlockUses(self.views, tuple(self.uses), self.loops, frozenset(self.conflicts))
 
-    def _need(self, index: int, atoms: Iterable[Any]) -> None:
+    def _need(self, index: int, atoms: Sequence[Any]) -> None:
+        if self.views.keys().isdisjoint(atoms):
+            return
         needed = dict.fromkeys(self.views[atom] for atom in atoms if atom in self.views)
         self.uses += [Use(index, view) for view in needed]
 
@@ -192,7 +194,7 @@ class _UseFinder:
                 full.append(outside)
         body, inside = self._body(loop, inner)
         pairs = zip(loop.inputs[:first], loop.body.inputs[:first], strict=True)
-        before = (outside for outside, given in pairs if given not in inside)
+        before = [outside for outside, given in pairs if given not in inside]
         self._need(index, (*before, *full))
         view_outputs = self._views_of_stacked_outputs(loop, body.views, tuple(stacks.values()))
         uses = body.finish(view_outputs)

@@ -52,17 +52,17 @@ def find_ties(
     """
     sent = set(gradients.reduces)
     for operation in reversed(block.operations):
-        source = operation.source if operation.view() is not None else None
-        if source is not None and not sent.isdisjoint(operation.outputs):
+        if sent.isdisjoint(operation.outputs) or operation.view() is None:
+            continue
+        if (source := operation.source) is not None:
             sent.add(source)
     ties: list[Value | None] = []
     latest = first
     for index, operation in enumerate(block.operations):
         if boundary is not None and index == boundary + 1:
             latest = None  # tied to a value of forward, a gather for backward would run too early
-        arrays = [x for x in operation.inputs if isinstance(x, Value) and x.is_array]
-        ready = [x for x in arrays if x not in uses.views]
-        ties.append(latest or (ready[0] if ready else None))
+        arrays = (x for x in operation.values if x.is_array)
+        ties.append(latest or next((x for x in arrays if x not in uses.views), None))
         if is_costly(operation):
             arrays = [x for x in operation.outputs if x.is_array]
             made = [x for x in arrays if x not in uses.views and x not in sent]

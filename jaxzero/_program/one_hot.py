@@ -80,8 +80,9 @@ def _rewritten(
     views, new, makers = dict(views), [], {**outside, **block.makers}
     sums, of_loops = _sums(block, roots)
     for operation in block.operations:
-        views |= views_after(operation, views)
-        replaced = None
+        reads_table, replaced = not views.keys().isdisjoint(operation.inputs), None
+        if reads_table:
+            views |= views_after(operation, views)
         if is_loop(operation):
             assert isinstance(operation, Loop)
             pairs = zip(operation.inputs, operation.body.inputs, strict=True)
@@ -92,7 +93,7 @@ def _rewritten(
             body = _rewritten(operation.body, read, inside, {**makers, **counting})
             if body is not operation.body:
                 replaced = [dataclasses.replace(operation, body=body)]
-        elif operation.name == "dot_general" and not views.keys().isdisjoint(operation.inputs):
+        elif operation.name == "dot_general" and reads_table:
             replaced = _read(operation, views, makers)
         elif operation.name in ("dot_general", "transpose") and operation.outputs[0] in sums:
             replaced = _added(operation, makers)

@@ -129,7 +129,8 @@ def elementwise(rows: Rows, operation: Operation, states: Sequence[State]) -> li
         state = combined(rows, operation, states, dims, frozenset())
         if name in ("mul", "div"):
             state = _with_factor(operation, states, state)
-        return [dataclasses.replace(state, index=_index(operation, states))]
+        index = _index(operation, states)
+        return [state if index is None else dataclasses.replace(state, index=index)]
     sums, mixings = _sums(operation, states, bool(dims))
     state = combined(rows, operation, states, dims, sums, mixings)
     return [_with_factor(operation, states, state) if name in ("mul", "div") else state]
@@ -192,6 +193,8 @@ def _with_factor(operation: Operation, states: Sequence[State], state: State) ->
     If one factor is a function of sums, such as `1 / max(sum, 1)`, and the other depends on rows,
     the mixing of the function gets the kind "statistic", "ratio" or "product".
     """
+    if not state.mixings:
+        return state
     mixings = {*state.mixings}
     for this, other in (states, states[::-1]):
         functions = [x for x in this.mixings if x.kind == "function"]

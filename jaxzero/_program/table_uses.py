@@ -223,9 +223,9 @@ def _walk(
     """Collect the lookups of each table in `reads`, and weights with other uses in `others`."""
     lookups = find_reads(block, views)
     for operation in block.operations:
-        read = {i: views[x] for i, x in enumerate(operation.inputs) if x in views}
-        if not read:
+        if views.keys().isdisjoint(operation.inputs):
             continue
+        read = {i: views[x] for i, x in enumerate(operation.inputs) if x in views}
         if after := views_after(operation, views):
             views |= after
         elif operation in lookups and list(read) == [0]:

@@ -61,9 +61,9 @@ def find_twins(
     lookups: dict[int, dict[Operation, Casts]] = {}
     others = {views[x].table for x in block.outputs if x in views}
     for operation in block.operations:
-        read = {i for i, x in enumerate(operation.inputs) if x in views}
-        if not read:
+        if views.keys().isdisjoint(operation.inputs):
             continue
+        read = {i for i, x in enumerate(operation.inputs) if x in views}
         if after := views_after(operation, views):
             views |= after
             if isinstance(operation, Barrier):

@@ -83,18 +83,10 @@ class OpenProgram:
 
     def callbacks(self) -> tuple[list[str], bool]:
         """Return the parameters of each `jax.debug.print`, and whether other callbacks exist."""
-        prints: list[str] = []
-        others: list[str] = []
-
-        def note(equation: Any) -> Any:
-            if equation.primitive.name == "debug_print":
-                prints.append(str(equation.params))
-            elif equation.primitive.name in CALLBACKS:
-                others.append(equation.primitive.name)
-            return equation
-
-        rewrite(self.jaxpr, note)
-        return prints, bool(others)
+        inside = [y for x in self.jaxpr.eqns for y in equations_inside(x)]
+        prints = [str(x.params) for x in inside if x.primitive.name == "debug_print"]
+        others = (x for x in inside if x.primitive.name in CALLBACKS)
+        return prints, any(x.primitive.name != "debug_print" for x in others)
 
 
 def open_program(function: Callable, *args: Any) -> OpenProgram:

@@ -64,10 +64,11 @@ class Fixed:
         if scalars:
             self.weights |= {x: frozenset() for x in block.inputs if _is_scalar(x)}
         for index, operation in enumerate(block.operations):
-            self.makers |= dict.fromkeys(operation.outputs, (index, operation))
             self._walk(operation)
-            if scalars:
-                self.weights |= {x: frozenset() for x in operation.outputs if _is_scalar(x)}
+            for x in operation.outputs:
+                self.makers[x] = index, operation
+                if scalars and _is_scalar(x):
+                    self.weights[x] = frozenset()
 
     def of(self, atom: Atom) -> Weights | None:
         """Return the weights that an atom is computed from; None if it is not fixed."""
@@ -81,13 +82,16 @@ class Fixed:
                 if given in self.views:
                     self.views.add(out)
             return
-        weights = [self.of(atom) for atom in operation.inputs]
-        if isinstance(operation, Loop) or any(x is None for x in weights):
+        made_of: list[Weights] = []
+        for atom in operation.inputs:
+            if (weights := self.of(atom)) is None:
+                return
+            made_of.append(weights)
+        if isinstance(operation, Loop):
             return
         if operation.name == "axis_index" or exchanged_or_effect(operation):
             return
-        union = frozenset().union(*(x for x in weights if x is not None))
-        self.weights |= dict.fromkeys(operation.outputs, union)
+        self.weights |= dict.fromkeys(operation.outputs, frozenset().union(*made_of))
         if operation.source in self.views and operation.view() is not None:
             self.views |= {*operation.outputs}
 

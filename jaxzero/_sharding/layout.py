@@ -66,7 +66,7 @@ class DimSharding:
 
     def moved(self, dim: int) -> DimSharding:
         """Return this layout with the split dim at index `dim`, as after a transpose."""
-        return dataclasses.replace(self, dim=dim)
+        return self if dim == self.dim else dataclasses.replace(self, dim=dim)
 
     def pad_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return `shape` with this dim at its padded size."""

@@ -12,7 +12,7 @@ from jaxzero._collectives import Ledger, for_alike, labelled, recording
 from jaxzero._collectives.alike import alike_once
 from jaxzero._collectives.primitives import all_gather
 from jaxzero._execute import block, token_parts
-from jaxzero._mesh import emit, equations_inside, loop_order
+from jaxzero._mesh import emit, equations_inside, loop_order, rewrite
 from jaxzero._program import Operation, trace
 
 WIDTH = 16
@@ -69,6 +69,22 @@ def test_operations_are_traced_once(monkeypatch):
     names = {y.primitive.name for x in equations for y in equations_inside(x)}
     assert "dot_general" in names and "copies" not in names, "what stands for others is left"
     assert not {x.name for (x, *_) in bound} & {"dot_general", "tanh", "mul"}
+
+
+def test_a_function_that_layers_share_is_rewritten_once():
+    layer = jax.jit(jnp.sin)
+    closed = jax.make_jaxpr(lambda x: layer(layer(layer(x))))(1.0)
+    seen = []
+
+    def renamed(equation):
+        seen.append(equation.primitive.name)
+        is_sine = equation.primitive.name == "sin"
+        return equation.replace(primitive=jax.lax.cos_p) if is_sine else equation
+
+    new = rewrite(closed, renamed)
+    names = [y.primitive.name for x in new.jaxpr.eqns for y in equations_inside(x)]
+    assert seen.count("sin") == 1 and names.count("cos") == 3 and "sin" not in names
+    assert rewrite(closed, lambda equation: equation) is closed
 
 
 def test_each_layer_has_transfers_of_its_own():
