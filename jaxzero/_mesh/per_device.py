@@ -320,7 +320,8 @@ def rewrite(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to every equation of a jaxpr, closed or not, and of the jaxprs inside it.
 
     Equations and jaxprs in which nothing changes are returned as the same objects. A jaxpr that
-    several equations share, as the layers of an unrolled model do, is rewritten once.
+    several equations share, as the layers of an unrolled model do, is rewritten once, so what
+    `change` returns may depend on nothing but the equation.
     """
     known: dict[int, tuple[Any, Any]] = {}  # by id, each jaxpr and its replacement
 
