@@ -23,11 +23,13 @@ from typing import Any
 # that. XLA would fuse multiply-adds where it likes, which AVX does not have: tests that compare the
 # bits of two programs need one rounding for each operation. Cutting each program into modules that
 # LLVM compiles side by side gains nothing where every core runs tests, and costs a tenth more. All
-# of it comes after HLO, so collectives and memory figures are those of a default run.
+# of it comes after HLO, so collectives and memory figures are those of a default run. On a busy
+# machine a device may come late to a collective; by default XLA ends the process after 40 s.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX",
         "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
         "--xla_cpu_use_fusion_emitters=false"
         if importlib.metadata.version("jaxlib").startswith("0.10.")
         else "",
