@@ -1,10 +1,12 @@
 """Plan how kernels for TPUs walk over a message in columns, and decide which messages they take.
 
-A message encodes a piece of an array in columns, as in `_columns`: it has rows of codes, then rows
-of scales. A grid step takes 128 columns of a message and a chunk of its blocks. The rows of scales
-are one more chunk, so a chunk has at least as many rows. The core's memory (VMEM) holds the input
-and output of a step twice, since the next step is loaded while one is computed. It also holds the
-scales of 128 columns, in 32 bits for each byte, from the first step to the last.
+A piece, `[rows, width]`, is a part of an array that is encoded as one message. Row j of the piece
+is column j of the message (`_columns`): its `width / b` blocks, each of b numbers with a scale of
+their own, are below each other. The message has rows of codes, then rows of scales. A grid step
+takes 128 columns of a message and a chunk of the blocks in them. The rows of scales are one more
+chunk, so a chunk has at least as many rows. The core's memory (VMEM) holds the input and output of
+a step twice, since the next step is loaded while one is computed. It also holds the scales of 128
+columns, in 32 bits for each byte, from the first step to the last.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _MEMORY = 12 * 2**20  # bytes of VMEM for a kernel, of the 16 MiB that XLA grant
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a message: the codes of `num_blocks` blocks, and then their scales."""
+    """The rows of a message: the codes of the `num_blocks` blocks in a column, then scales."""
 
     format: Format
     num_blocks: int
@@ -56,11 +58,14 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """How a grid walks over a piece: in chunks of blocks.
+    """How the grid of a kernel walks over one piece of an array: in chunks of blocks.
+
+    A block is the numbers that share a scale. The blocks of a row of the piece are in one column of
+    its message, and each grid step takes 128 columns.
 
     Attributes:
-        num_blocks: blocks in a column of a piece.
-        chunk: blocks that one grid step takes; it divides `num_blocks`.
+        num_blocks: blocks in a column.
+        chunk: blocks of each column that one grid step takes; it divides `num_blocks`.
     """
 
     num_blocks: int
@@ -77,7 +82,7 @@ class Walk:
         """Choose a chunk; return None if no chunk fits into the core's memory.
 
         Args:
-            num_blocks: blocks in a column of a piece.
+            num_blocks: blocks in a column of the piece's message.
             rows: the rows of the messages that are read and written.
             block_bytes: bytes that a step reads and writes for each block, in 128 columns.
             kept_bytes: bytes of VMEM for the scales of all messages, in 128 columns.

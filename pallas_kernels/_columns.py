@@ -304,7 +304,11 @@ def _packed(codes_nkbr: UInt8[Array, "n k b r"], bits: int) -> UInt8[Array, "n k
 
 
 def _unpacked(packed_nkhr: UInt8[Array, "n k h r"], bits: int) -> UInt8[Array, "n k b r"]:
-    """Return codes, one per byte, from bytes that hold one or two; 4-bit codes with their sign."""
+    """Unpack the `h` bytes that hold the codes of a block into `b` codes of one byte each.
+
+    Codes of 8 bits are returned as they are. Codes of 4 bits, two in a byte (`h` is `b / 2`), are
+    integers with a sign, which is extended to 8 bits.
+    """
     if bits == 8:
         return packed_nkhr
     num, num_blocks, half, rows = packed_nkhr.shape

@@ -1,11 +1,10 @@
 """Quantize and dequantize by Mosaic GPU kernels, which read inputs and write outputs once.
 
 One warpgroup handles one tile of blocks in registers, without communication between tiles; the many
-warpgroups on a multiprocessor hide memory latency. XLA handles the remainder of a row that
-is smaller than a tile, and writes it into the kernel's output in place. Pieces of an array that
-is divided along an inner dim are read and written in place if each run holds whole blocks;
-otherwise XLA transposes them first. Messages are read from and written into the operand of a
-bucketed collective (`_in_place`), unless their start would force a lane to use shorter vectors.
+warpgroups on a multiprocessor hide memory latency. XLA writes the rest of a row, less than a tile,
+into the kernel's output in place. Pieces of an array cut along an inner dim are read and written in
+place if runs hold whole blocks; else XLA transposes them. Messages are read from and written to the
+operand of a bucketed collective (`_in_place`), unless their start would force shorter vectors.
 
 No two warpgroups write the same memory: every element of the output belongs to one tile, and every
 tile to one warpgroup. Inputs are not written. Each warpgroup has its own shared memory, and Mosaic
@@ -281,10 +280,7 @@ def _write(
     scratch: dict[str, Any],
     divisor: int,
 ) -> None:
-    """Quantize a tile, `parts`, and write it into the message that begins at byte `message`.
-
-    The message has `num` numbers, and the tile is its blocks from index `first` on.
-    """
+    """Quantize a tile, `parts`, and write it to where `_load`, with equal arguments, reads it."""
     is_kept_r = None
     if format.hadamard:
         rotated = tile.rotate([x * jnp.float32(1 / 32) for x in parts])
@@ -313,7 +309,7 @@ def _read(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> list[Array]:
-    """Read a tile from blocks of a message, and dequantize it to float32; undoes `_write`."""
+    """Read a tile by `_load`, and dequantize it to float32; undoes `_write`."""
     shape = tile_layout.shape
     parts, scale_r = _load(ref, message, first, num, format, tile_layout, scratch)
     if format.hadamard:
@@ -332,7 +328,11 @@ def _load(
     tile_layout: TileLayout,
     scratch: dict[str, Any],
 ) -> tuple[list[Array], Array]:
-    """Read a tile: return the numbers that its codes stand for, and the scale of each row."""
+    """Read a tile of a message: return the numbers of its codes, unscaled, and each row's scale.
+
+    The message, of `num` numbers, begins at byte `message` of `ref`; the tile is its blocks from
+    index `first` on. `scratch` has shared memory if tiles are rotated, and else is empty.
+    """
     size = _bytes(format)
     codes = tile_layout.read(ref, message + first * size, size, scratch.get("codes"))
     start = message + format.code_bytes(num) + first * format.scale_bytes

@@ -7,7 +7,8 @@ The inbox of a device is two extra outputs of the kernel, codes and scales, whic
 A device also sends its own tiles through its inbox, so that its own contribution is rounded
 exactly like the copy that its peers receive.
 
-A run is `i` contiguous numbers of an array [o, n, i].
+An array [o, n, i] consists of n pieces: one for each device, or only one. A piece is o runs of `i`
+contiguous numbers each.
 
 Legend: o, n, i as in `_reference`; w, r, b as in `_tile`.
 """
@@ -259,11 +260,14 @@ class Block(Party):
         return lax.div(last - self.block, jnp.int32(self.tiling.blocks))
 
     def _number(self, tile: Any) -> Any:
-        """Return the index, among all tiles of a device, of tile number `tile` of this block."""
+        """Return the index, among all tiles of a piece, of tile number `tile` of this block."""
         return tile * self.tiling.blocks + self.block
 
     def of_piece(self, ref: Any, piece: Any, tile: Any) -> Any:
-        """Return a reference to this block's tile number `tile` in one piece of an array."""
+        """Return a reference to this block's tile number `tile` in one piece of an array.
+
+        `ref` refers to an array that `Tiling.cut` has cut, and `piece` is the index of the piece.
+        """
         number, run = self._number(tile), jnp.int32(self.tiling.run)
         return ref.at[lax.div(number, run), piece, lax.rem(number, run)]
 
@@ -276,7 +280,10 @@ class Block(Party):
         self.repeat(self.num_devices, lambda j: body(lax.rem(self.device + j + 1, num)))
 
     def encoded(self, ref: Any, tile_number: Any) -> tuple[Array, Array]:
-        """Quantize the tile in `ref`, this block's number `tile_number`, to codes and scales."""
+        """Quantize the tile that `ref` refers to, this block's number `tile_number`.
+
+        Return its codes, and a scale for each row.
+        """
         format, tile_layout = self.tiling.format, self.tiling.tile_layout
         parts_w = [
             load_tile(x, tile_layout.shape.layout).astype(jnp.float32) for x in self._parts(ref)
@@ -295,7 +302,11 @@ class Block(Party):
         return codes_b, scale_r.astype(format.scale_dtype)  # exact
 
     def _parts(self, ref: Any) -> list[Any]:
-        """Return references to the arrays of a tile in memory, as `Tiling.tile_layout` has them."""
+        """Return a reference to each part of a tile in memory; registers hold a part as one array.
+
+        `ref` refers to the tile, whose rows are quantization blocks. It is one part; or two, the
+        first and the second half of all rows, if two codes share a byte.
+        """
         tile_layout = self.tiling.tile_layout
         width = tile_layout.shape.width
         return [ref.at[:, pl.ds(h * width, width)] for h in range(tile_layout.halves)]
@@ -311,7 +322,7 @@ class Block(Party):
         store_tile(scales, scale_r)
 
     def take(self, peer: int, slot: Any) -> list[Array]:
-        """Read and decode the tile that a peer has put into `slot` of this device's inbox."""
+        """Return the parts of the tile that a peer has put into `slot` of the inbox, decoded."""
         shape = self.tiling.tile_layout.shape
         codes_b = load_tile(self.codes.at[peer, self.block, slot], shape.layout)
         scale_r = load_tile(self.scales.at[peer, self.block, slot], shape.row_layout)
@@ -319,7 +330,7 @@ class Block(Party):
         return [x_w * scale_w for x_w in tile.decode([codes_b], self.tiling.format)]
 
     def keep(self, ref: Any, parts_w: Sequence[Array]) -> None:
-        """Store the arrays of a decoded tile into `ref`, a tile of the result."""
+        """Store the parts of a decoded tile (`_parts`) into `ref`, a tile of the result."""
         for part, x_w in zip(self._parts(ref), parts_w, strict=True):
             store_tile(part, x_w.astype(part.dtype))
 

@@ -23,7 +23,7 @@ class Walk:
     """The division of an array into tiles, each within a run of `i` contiguous elements.
 
     Attributes:
-        shape: shape (o, n, i) of the array; see `_reference`.
+        shape: shape (o, n, i) of the array: n pieces of o runs each; see `_reference`.
         tile_layout: how a tile is divided into parts.
     """
 
@@ -32,17 +32,17 @@ class Walk:
 
     @property
     def num(self) -> int:
-        """Elements per piece."""
+        """Elements of a piece, and so of its message."""
         return self.shape[0] * self.shape[2]
 
     @property
     def tiles(self) -> int:
-        """Tiles per run."""
+        """Tiles in a run of `i` contiguous elements."""
         return self.shape[2] // (self.tile_layout.block * self.tile_layout.rows)
 
     @property
     def done(self) -> int:
-        """Number of elements of a run that tiles cover; XLA handles the rest of the run."""
+        """Number of the `i` contiguous elements of a run that tiles cover; XLA handles the rest."""
         return self.tiles * self.tile_layout.rows * self.tile_layout.block
 
     @property

@@ -67,14 +67,14 @@ class LazyTensor(abc.ABC):
         return False
 
     def own(self) -> "LazyTensor":
-        """Return a view that reads only boxes of `own_boxes`; reading it is not collective."""
+        """Return a view from which only `own_boxes` may be read; reading it is not collective."""
         return self
 
     def own_boxes(self) -> list[Box]:
-        """Return the parts that this process holds, each a `(start, stop)` per dimension.
+        """Return the boxes of elements that this process holds: `(start, stop)` per dimension.
 
-        The parts of all processes together make up the tensor. A tensor that is not sharded is one
-        part, held by every process that has the array.
+        The boxes of all processes together make up the tensor. A tensor that is not sharded is one
+        box, held by every process that has the array.
         """
         return [whole_box(self.shape)] if self.size else []
 
@@ -209,7 +209,7 @@ class View(LazyTensor):
         return any(each.collective for each in self.viewed)
 
     def own(self) -> LazyTensor:
-        """Return this view of what `own` returns for each viewed tensor."""
+        """Return this view with each viewed tensor replaced by its `own`."""
         return dataclasses.replace(self, viewed=tuple(each.own() for each in self.viewed))
 
 
@@ -228,11 +228,11 @@ class _ViewOfOne(View):
         return self.copies_nothing and self.source.is_in_file
 
     def own_boxes(self) -> list[Box]:
-        """Return the boxes of the viewed tensor, translated into boxes of this view."""
+        """Return the boxes of this view whose elements this process holds in the viewed tensor."""
         return [mine for box in self.source.own_boxes() for mine in self._boxes_of(box)]
 
     def _boxes_of(self, box: Box) -> list[Box]:
-        """Translate a box of the viewed tensor into boxes of this view."""
+        """Return the boxes of this view that show the elements of a box of the viewed tensor."""
         return [box]
 
 
@@ -277,7 +277,7 @@ class _Concatenated(View):
     dim: int
 
     def own_boxes(self) -> list[Box]:
-        """Return the boxes of all concatenated tensors, shifted to their places in the result."""
+        """Return the boxes that this process holds of all tensors, shifted to their places here."""
         boxes, end = [], 0
         for part in self.viewed:
             for box in part.own_boxes():

@@ -76,7 +76,10 @@ class LegacyFile:
             )
 
     def read(self, entry: str) -> bytes:
-        """Return the pickle of the object; `entry` must be its name in an archive, "data.pkl"."""
+        """Return the bytes of the pickled object, the fourth pickle of the file.
+
+        `entry` must be "data.pkl", the name of this pickle in an `Archive`.
+        """
         assert entry == "data.pkl", entry
         return self._object
 

@@ -1,8 +1,8 @@
 """Rewrite pairs of a forward loop and the backward loops that scan the stacks that it makes.
 
-The body of the forward loop is one part of the program, for which a cut is chosen (`min_cut.Part`).
-Operations that backward repeats are copied into the bodies of the backward loops. The first two
-lines show loops as they are traced, and the last two the same loops if only `a` is kept:
+For the body of the forward loop, a part of the program, a cut is chosen: what is kept for backward
+and what backward repeats (`min_cut`). Repeated operations are copied into the bodies of backward
+loops. The first two lines show loops as traced, the last two the same loops if only `a` is kept:
 
     for layer:            a, b, c = forward(x)      stacks of a, b and c
     for layer, reversed:  backward(a, b, c)
@@ -137,14 +137,14 @@ def part_of(
     weights: Collection[Value],
     times: int = 1,
 ) -> Part:
-    """Return the body of a pair's forward loop as a part of forward for which a cut is chosen.
+    """Return the body of a pair's forward loop as a `Part`, to choose what it keeps for backward.
 
     Args:
-        pair: the pair.
-        outside: for values outside of the loop, the cost of reading one in a backward loop as well.
-        never: operations of the body that are not repeated.
+        pair: a forward loop and the backward loops that scan its stacks.
+        outside: for values outside of the loop, the `Cost` of letting a backward loop read one.
+        never: operations of the body that backward does not repeat.
         weights: values outside of the loop that are stacks of weights, or views of such stacks.
-        times: how often the loop runs, if it is inside of another loop.
+        times: how often the loop runs: the trips of the loops around it.
     """
     loop = pair.forward
     body = loop.body
@@ -194,9 +194,9 @@ def repeating(
     Args:
         block: the program.
         pair: loops of the program.
-        choice: the choice for the body of the forward loop.
-        stack_of: the stacks of kept values for which the traced loop has none. New stacks are
-            added, so that a value has the same stack at all prices.
+        choice: the values that the body of the forward loop keeps, and what backward repeats.
+        stack_of: stacks of kept values that the traced loop does not stack up. New ones are added,
+            so that all choices, made at several prices of a kept byte, share the stack of a value.
         in_host: the kept values that are in host memory between forward and backward.
     """
     made_inside = _made_inside(block, pair.forward)

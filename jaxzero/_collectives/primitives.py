@@ -20,9 +20,6 @@ from jaxtyping import Array, Shaped
 from .._mesh import NODE, gloo_workaround, in_host, program_axes, to_device, to_host, varying
 from .ledger import Axes, HostTransfer, current_ledger, note
 
-# `shares`: for a message of several leaves, the bytes that each leaf has in a row.
-# `forms`: the codecs of the leaves, or their dtypes; none: the dtype of the message.
-
 
 def all_gather(
     x: Shaped[Array, ...],
@@ -31,7 +28,11 @@ def all_gather(
     shares: tuple[int, ...] = (),
     forms: Sequence[Any] = (),
 ) -> Shaped[Array, ...]:
-    """All-gather: concatenate the arrays of all devices along `dim`, in the order of `axis`."""
+    """All-gather: concatenate the arrays of all devices along `dim`, in the order of `axis`.
+
+    `shares` and `forms`, the bytes and codecs of the leaves in a message, are only recorded
+    (`Ledger.note`).
+    """
     axes = program_axes(axis)
     if not axes:
         return x
@@ -63,8 +64,8 @@ def all_to_all(
 ) -> Shaped[Array, ...]:
     """Split `x` along `split_dim`, send part i to device i, and concatenate what is received.
 
-    The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` and `forms` are
-    for the ledger only (see `Ledger.note`).
+    The parts are concatenated along `concat_dim`, in the order of `axis`. `shares` and `forms`, the
+    bytes and codecs of the leaves in a message, are only recorded (`Ledger.note`).
     """
     axes = program_axes(axis)
     if not axes:
@@ -85,7 +86,10 @@ def permute(
 def reduce_scatter(
     x: Shaped[Array, ...], axis: Axes, dim: int, shares: tuple[int, ...] = ()
 ) -> Shaped[Array, ...]:
-    """Reduce-scatter: sum `x` over the devices of `axis`; device i keeps part i along `dim`."""
+    """Reduce-scatter: sum `x` over the devices of `axis`; device i keeps part i along `dim`.
+
+    `shares`, the bytes of the leaves in a message, are only recorded (`Ledger.note`).
+    """
     axes = program_axes(axis)
     if not axes:
         return x
@@ -163,9 +167,10 @@ def copy_to_device(x: Array, purpose: str, name: str, *, windowed: bool) -> Arra
 
     Args:
         x: one device's part of a leaf.
-        purpose: "weights", "gradients" or "update".
-        name: name of the leaf.
-        windowed: as in `HostTransfer`.
+        purpose: "weights", "gradients", "update" or "activations".
+        name: name of the leaf; "" for activations.
+        windowed: whether layers are copied one by one, where they are used; otherwise the full leaf
+            is copied at once. Like `purpose` and `name`, it is only recorded (`HostTransfer`).
     """
     if not in_host(x):
         return x

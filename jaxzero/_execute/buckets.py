@@ -285,7 +285,7 @@ def _split_ops(
 class GradientBuckets:
     """Encodes and reduces the gradients of a block, one bucket for each of `plan.reduce_groups`.
 
-    In the methods, `number` (or `group`) is the index of a group.
+    In the methods, `number` (or `group`) is the index of a group in `plan.reduce_groups`.
     """
 
     def __init__(self, plan: BlockPlan, comm: CommSpec):
@@ -300,7 +300,7 @@ class GradientBuckets:
             )
 
     def reduce_next(self, group: int, axis: int, bucket: ReduceBucket) -> ReduceBucket:
-        """Reduce a group's bucket over one more of its axes."""
+        """Reduce a group's bucket over its axis at index `axis` of `ReduceGroup.axes`."""
         specs = self.specs(group)
         # False in the body of a loop: there `Tick` divides the outputs.
         is_mean = self.plan.reduce_groups[group].values[0] in self.plan.means
@@ -309,7 +309,11 @@ class GradientBuckets:
             return for_alike(reduce_next_axis_of_parts, bucket, specs, axis, self.comm, divisor)
 
     def finish(self, number: int, bucket: ReduceBucket) -> dict[Value, Any]:
-        """Return this device's shards of the gradients in a bucket reduced over all axes."""
+        """Return this device's shard of each gradient of group `number`; nothing is reduced here.
+
+        `bucket` is what `reduce_next` returned for the last of the group's axes. Means
+        (`plan.means`) are cast to the dtype of their leaf; sums stay in the dtype of the addition.
+        """
         gradients, specs = {}, self.specs(number)
         for i, value in enumerate(self.plan.reduce_groups[number].values):
             x, is_mean = joined_gradient(bucket.rest[i], specs[i]), value in self.plan.means

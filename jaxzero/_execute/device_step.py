@@ -112,8 +112,8 @@ def run_on_device(
             input. None: `flat` differentiates the loss itself.
         share_of_gradients: a factor by which `flat` multiplies the gradients, but not the loss it
             returns.
-        all_halves: with stages, turns half-batch sums of one stage's gradients into those of all
-            gradients.
+        all_halves: with stages, converts the sums of gradients over half-batches (for SimiGrad)
+            from one for each array of this stage to one for each leaf. None: there are no stages.
     """
     updates, comm, updated = updates or {}, _with_loop_limit(comm), dict[int, list[Array]]()
     if share_of_loss is not None:

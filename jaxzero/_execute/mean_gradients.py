@@ -122,8 +122,8 @@ def mean_over_devices(
             device of the node that sums most.
         comm: axes and codecs of the reductions.
         share: the factor by which each loss was multiplied before it was differentiated; None: 1.
-        all_halves: with stages, turns half-batch sums of one stage's gradients into those of all
-            gradients.
+        all_halves: with stages, converts the sums of gradients over half-batches (for SimiGrad)
+            from one for each array of this stage to one for each leaf. None: there are no stages.
     """
     with labelled("other", "loss"):
         loss = sum_over_devices(sums.loss, comm)

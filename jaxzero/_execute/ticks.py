@@ -71,7 +71,7 @@ class Tick:
         self.before_loop = before_loop
         self.collected: dict[pipeline.Key, Any] = {}
         self.runner = loop.outer.inside(loop.plan.body, state.by_lag, self)
-        self._known: dict[Any, Array] = {}  # the number of the tick, known once a value is
+        self._known: dict[Any, Array] = {}  # the tick's number, made to depend on a value
 
     def run(
         self,
@@ -101,7 +101,11 @@ class Tick:
         _HANDLERS[type(each)](self, each)
 
     def _iteration(self, each: instructions.Instruction, when: Value | None = None) -> Any:
-        """Return the iteration that an instruction works on; XLA knows it only after `when`."""
+        """Return the iteration that an instruction works on.
+
+        With `when`, the number depends on that value (`number_after`), so that copies at this
+        iteration's place in a stack wait for it.
+        """
         number = self.number
         if when is not None and when in self.runner.by_lag[0]:
             if when not in self._known:
@@ -112,7 +116,8 @@ class Tick:
     def _index(self, each: instructions.Instruction, when: Value | None = None) -> Array:
         """Return the position in the stacks of the iteration that an instruction works on.
 
-        XLA knows it only after `when`, and before the loop only after the barrier `before_loop`.
+        With `when`, it depends on that value, and in a tick before the loop on the barrier
+        `before_loop`: XLA cannot begin a copy at this position earlier.
         """
         index = self.loop.layer_index(self._iteration(each, when))
         return self.before_loop([index])[0] if self.before_loop else index

@@ -97,7 +97,8 @@ class LocalSteps:
 def diloco(*, every: int = 500, codec: Codec | None = None) -> LocalSteps:
     """Return the settings of DiLoCo: exchange all parameters at once, every `every` steps.
 
-    Nodes wait for the exchange. The outer optimizer is SGD of rate 0.7 with Nesterov momentum 0.9.
+    Nodes wait for the exchange, and continue from the new outer parameters. The outer optimizer is
+    SGD of rate 0.7 with Nesterov momentum 0.9. Fields are explained at `LocalSteps`.
 
     References:
         DiLoCo (https://arxiv.org/abs/2311.08105).
@@ -115,11 +116,14 @@ def streaming_diloco(
 ) -> LocalSteps:
     """Return the settings of Streaming DiLoCo: exchange fragments in turn, in 4 bits.
 
-    Each message travels during `delay` steps. The paper's fragments are groups of layers. Here a
-    fragment is an equal part of each device's shard of every leaf, so that all messages have the
-    same size. Of a stack of scanned layers a fragment holds neighbouring layers if
-    `fragments` divides their number. The paper quantises to 4-bit floats, and this to 4-bit
-    integers in blocks, with error feedback.
+    Each of the `fragments` is exchanged once in `every` steps. `delay` steps after it is sent, the
+    node's parameters in it become `mixing * own + (1 - mixing) * outer`; with `mixing=None`, the
+    new outer parameters plus the node's progress in these steps (see `LocalSteps`).
+
+    The paper's fragments are groups of layers. Here a fragment is an equal part of each device's
+    shard of every leaf, so that all messages have the same size. Of a stack of scanned layers a
+    fragment holds neighbouring layers if `fragments` divides their number. The paper quantises to
+    4-bit floats, and this to 4-bit integers in blocks, with error feedback.
 
     References:
         Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
@@ -130,10 +134,10 @@ def streaming_diloco(
 def dasgd(*, every: int, delay: int, codec: Codec | None = None) -> LocalSteps:
     """Return the settings of DaSGD: average parameters every `every` steps, with a delay.
 
-    Parameters are sent, and their mean is used `delay` steps later. A node keeps the progress of
-    these steps: to its parameters it adds the difference between the mean and the parameters that
-    it had sent (LOSCAR-SGD), and takes no weighted sum of the two. The outer optimizer is SGD of
-    rate 1, so that the outer parameters are the mean.
+    All parameters are sent once in `every` steps, and their mean over nodes is used `delay` steps
+    later. A node keeps the progress of these steps: to its parameters it adds the difference
+    between the mean and the parameters that it had sent (`mixing=None`, the rule of LOSCAR-SGD).
+    The outer optimizer is SGD of rate 1, so that the outer parameters are the mean.
 
     References:
         DaSGD (https://arxiv.org/abs/2006.00441);

@@ -148,7 +148,11 @@ def steps_of(plan: BlockPlan, transfers: Sequence[HostTransfer]) -> Iterator[Pla
 def _copy(
     x: HostTransfer, region: str, path: tuple[int, ...], trips: int, *, group: int = 0, **when: Any
 ) -> PlanStep:
-    """Return the plan's step for a copy; `when` has the `PlanStep` fields of its begin and end."""
+    """Return the `PlanStep` of a copy from or to host memory, of which `x` is the record.
+
+    The other arguments are the fields of `PlanStep` of these names; `when` has those that say when
+    the copy begins and is needed (`sent`, `start`, `needed`, ...).
+    """
     action = "fetch" if x.to == "device" else "offload"
     array = x.name, x.shape, x.dtype, x.num_bytes
     return PlanStep(region, action, group, *array, trips, path, **when)

@@ -148,7 +148,8 @@ class Durations:
     """A model of the seconds that each plan's gradients take, which learns from compiled programs.
 
     Args:
-        bounds: the lower bounds of each plan. A plan's number is its index in this mapping.
+        bounds: for each plan, lower bounds of the time and memory of its step. The number of a plan
+            in the methods is its place in this order, from 0.
     """
 
     def __init__(self, bounds: Mapping[Candidate, Bounds | RoundBounds]):

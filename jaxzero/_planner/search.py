@@ -1,9 +1,11 @@
 """Search for the best plan: discard by bounds, rank by proxies, check memory by full compiles.
 
-A proxy is a program that is compiled without fused kernels for softmax and RMS norm, which is
-faster. The programs compiled so far let the search predict the time and memory of all plans
-(`Estimates`). The program with the largest expected improvement over the plans compiled so far is
-compiled next (`Promise`). A plan that does not fit improves nothing.
+A plan is a candidate that can be traced. Bounds are lower bounds of its step time and memory. Its
+proxy is its program compiled without fused kernels for softmax and RMS norm, which is faster. The
+programs compiled so far let the search predict the time and memory of all plans (`Estimates`). The
+program with the largest expected improvement over the plans compiled so far is compiled next, until
+the gain expected of all plans together is too small (`Promise`). A plan that does not fit improves
+nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Search:
         deadline: the `time.monotonic` after which no compile is started.
         progress: called with a line of text for each candidate that is bounded or compiled.
         tries_budgets: whether to try each candidate with budgets of activations too.
-        rows: what is known of each candidate that can be traced.
-        bounds: the lower bounds of each of these candidates.
+        rows: what is known of each plan, a candidate that can be traced.
+        bounds: lower bounds of the step time and memory of each plan.
     """
 
     job: Job
@@ -78,7 +80,7 @@ class Search:
         return Estimates(self.bounds, self.cluster, self.limit)
 
     def run(self, candidates: Iterable[Candidate]) -> None:
-        """Compute the bounds of all candidates, then compile plans while that promises enough.
+        """Compute the bounds of all candidates, then compile plans while enough gain is expected.
 
         Ctrl-C ends the search, without an error.
 
@@ -162,7 +164,7 @@ class Search:
         return row.seconds, float(row.memory)
 
     def _rank(self) -> bool:
-        """Compile the most promising plans as proxies; return False if none promises enough."""
+        """Compile the plans of largest expected gain as proxies; return False if none is chosen."""
         rows = self._promising(("bound",), MAX_PROXIES - self.proxies, self.compiled_rows())
         for row in rows:
             self.proxies += 1
@@ -172,10 +174,10 @@ class Search:
         return bool(rows)
 
     def _check(self) -> bool:
-        """Compile the most promising plans in full; return False if none promises enough.
+        """Compile the plans of largest expected gain in full; return False if none is chosen.
 
-        They are chosen from the plans that have a proxy. Once no more proxies may be compiled, they
-        may also be plans of which only bounds are known.
+        They are chosen from the plans that have a proxy; and after `MAX_PROXIES` proxies, of which
+        one compiled, also from the plans of which only bounds are known.
         """
         compiled = [row for row in self.compiled_rows() if row.stage == "compiled"]
         has_program = any(row.stage != "bound" for row in self.rows.values())
@@ -192,13 +194,15 @@ class Search:
     def _promising(
         self, stages: Sequence[Stage], most: int, known: Sequence[PlanRow]
     ) -> list[PlanRow]:
-        """Choose the plans to compile next, at the same time: those expected to improve most.
+        """Choose the plans to compile next, at the same time: those of largest expected gain.
+
+        There is none if all gains are too small, if `most` is 0, or after the deadline.
 
         Args:
             stages: the values of `PlanRow.stage` of the plans to choose from. If "proxy" is one,
                 the chosen plans will be compiled in full, otherwise as proxies.
             most: the largest number of plans to choose.
-            known: the rows of plans that the chosen ones have to improve on.
+            known: the rows of the plans over which the gain is counted.
         """
         sure = [self.value(row)[0] for row in known if row.stage == "compiled"]
         least = min(sure, default=math.inf)
@@ -233,7 +237,7 @@ class Search:
         return chosen
 
     def _may_improve(self, row: PlanRow, least: float) -> bool:
-        """Return True if a plan has a proxy, or if it may fit and its bound is below `least`."""
+        """Return True if a plan has a proxy, or may fit and its lower bound is below `least`."""
         if row.stage != "bound":
             return True
         return bool(self.value(row)[0] < least) and not self.why_too_large(row)

@@ -33,13 +33,13 @@ class Lookup:
 
     Attributes:
         operation: the `gather`, or the `scatter-add`.
-        array: the value made from the rows, or the cotangents: `[..., *row]`, dims in any order.
+        array: the result of the read, or the cotangents to add: `[..., *row]`, dims in any order.
         dtypes: the dtypes to which rows are cast, in turn. If rows are read, the last is the dtype
             of `array`. If cotangents are added, the last is the dtype in which they are sent.
         rows: the dims of `array` that are those of a row, in order.
         kept: the dims of the ids that `array` has, in order. Reads sum over the other dims, and
             additions repeat `array` along them.
-        done: the operations (casts, a sum) that make `array` from the rows.
+        done: the operations (casts, a sum) that a read applies to the rows to make `array`.
         trips: how often it runs in a step, loops around it included.
     """
 
@@ -60,12 +60,12 @@ class Lookup:
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """The dims of the ids that `array` does not have."""
+        """The dims of the ids over which a read sums rows, or cotangents are repeated."""
         return tuple(dim for dim in range(len(self.ids.shape) - 1) if dim not in self.kept)
 
     @property
     def num(self) -> int:
-        """The number of rows of `array`."""
+        """The number of rows in `array`: of sums, or of cotangents that are not repeated yet."""
         return math.prod(self.ids.shape[dim] for dim in self.kept)
 
     @property

@@ -12,11 +12,11 @@ from .text_table import TextTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalReport:
-    """Memory and traffic of rounds of local steps; `print` it.
+    """Memory and traffic of rounds of local steps (`LocalSteps`); `print` it.
 
     Attributes:
         every: steps in a round.
-        fragments: messages in a round.
+        fragments: parts of the parameters, each sent by one message in a round.
         delay: steps between the sending of a message and its use.
         codec: the codec of the pseudo-gradients, by name; None if all of them are sent as floats.
         num_nodes: the number of nodes.
@@ -24,8 +24,10 @@ class LocalReport:
         device_bytes: bytes that one device holds between rounds, by field of `LocalState`.
         message_bytes: bytes of messages that a device holds, besides `device_bytes`, while a
             fragment travels: the messages of all nodes, or one if an all-reduce sums them.
-        kept_bytes: bytes of the copy of the node's own parameters in a fragment, which a device
-            holds while the fragment travels; 0 without a delay, or with `mixing`.
+        kept_bytes: bytes of a copy of the node's own parameters in a fragment, as it sent them,
+            which a device holds while the fragment travels: the progress since then is added to
+            the new outer parameters. 0 without a delay, when there is no such progress, and with
+            `mixing`, which takes a weighted sum of the parameters.
         bytes_between_nodes: bytes that enter one node in a round.
     """
 

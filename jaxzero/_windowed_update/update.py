@@ -283,7 +283,10 @@ class LayerUpdate:
         return [by_value.get(value) for value in self.values]
 
     def _is_inside(self, shape: tuple[int, ...]) -> Array | None:
-        """Return which elements of this device's shard of a layer are not padding; None: all."""
+        """Return which elements of this device's shard of a layer are not padding; None: all.
+
+        `shape` is the shape of this shard.
+        """
         layout = self.leaf.spec.layout
         assert layout is not None
         of_layer = Windows(shape, 0, shape[0])

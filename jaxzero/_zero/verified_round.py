@@ -39,15 +39,15 @@ def check_round(
     given: tuple[Sequence[Any], dict[str, Any]],
     is_plain: bool,
 ) -> None:
-    """Raise an error unless `verify` can compare the first round of `method`.
+    """Raise an error if `verify` cannot compare the first round of `method`.
 
     Args:
         zero: the mesh and the config.
-        method: how nodes exchange.
+        method: the settings of local steps, a `LocalSteps`.
         given: the arguments and the keyword arguments of the loss; batches are stacked over the
             steps.
-        is_plain: whether `verify` was given an optimizer, and no option that a round does not take,
-            such as `halves`.
+        is_plain: whether `verify` was given an optimizer, and only options that a round supports,
+            which `halves`, for example, is not.
     """
     args, kwargs = given
     local_method(method, {})
@@ -93,7 +93,7 @@ class VerifiedRound:
         call: the loss of the first step.
         batches: the arguments of the loss after the parameters, and its keyword arguments. Each is
             stacked over the steps.
-        method: how nodes exchange.
+        method: the settings of local steps.
     """
 
     def __init__(self, call: VerifiedCall, batches: tuple[Any, Any], method: LocalSteps):

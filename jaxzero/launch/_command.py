@@ -144,7 +144,7 @@ def _this() -> Interpreter:
 
 
 def _is_this(path: str) -> bool:
-    """Return True if `path` is this interpreter under another name, so it need not be queried.
+    """Return True if `path` is this interpreter under another name, so that `_ask` is not needed.
 
     Folders are compared without resolving links: Python finds its virtual environment by them.
     """
@@ -153,7 +153,10 @@ def _is_this(path: str) -> bool:
 
 
 def _ask(command: tuple[str, ...], executable: str) -> Interpreter | None:
-    """Query the interpreter that `executable` starts; return None if it does not answer.
+    """Ask the interpreter that `executable` starts for its path, prefix and version.
+
+    Return None if the answer is late, or has another form. `command`, the user's command line, is
+    only for error messages.
 
     Raises:
         ValueError: `executable` starts no interpreter, like a shim of pyenv without a version.

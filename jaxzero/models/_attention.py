@@ -84,7 +84,7 @@ class Attention(nnx.Module):
             mask: True for tokens, False for padding; or, without a cache, the segment of each
                 token, 0 for padding; None if there is no padding.
             window: how many positions a token sees, itself included; None for all.
-            turns: rotation of queries and keys; None for none.
+            turns: rotary embedding of queries and keys, as cosines and sines; None for none.
             dropout_key: for dropout of the probabilities.
             slots: where keys and values are stored in a cache. Then the queries also see the keys
                 that the cache holds, and `mask` has all columns of the cache.
@@ -362,7 +362,10 @@ def window_if(has_window: bool | Array, window: int | None, num_tokens: int) -> 
 
 
 def turns_if(condition: bool | Array, one: Turns, other: Turns) -> Turns:
-    """Return `one` if the condition is true, else `other`; both have the same shapes."""
+    """Choose a layer's rotary embedding: `one` if the condition is true, else `other`.
+
+    Each is the cosines and sines of all tokens' angles (`Turns`), in arrays of the same shapes.
+    """
     if isinstance(condition, bool):
         return one if condition else other
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)

@@ -144,7 +144,8 @@ class Slots:
         Args:
             layers: `layers` of a `Cache`: a tuple of `LayerCache`s, or a stack of them.
             number: index of the layer: an `int` for a tuple of layers, an array for a stack.
-            start: first column that is written.
+            start: index of the first column that is written. A column is the place of one token
+                in every row.
         """
         self.layers, self.number, self.start = layers, number, start
 

@@ -122,7 +122,7 @@ class SelfAttention(nnx.Module):
             mask: True for tokens, False for padding; None if there is no padding.
             window: a token sees the tokens fewer than `window` positions away, on both sides; None
                 for all.
-            turns: rotation of queries and keys; None for none.
+            turns: rotary embedding of queries and keys, as cosines and sines; None for none.
             dropout_key: for dropout of the probabilities.
         """
         query_bthk, key_bthk, value_bthk = (
