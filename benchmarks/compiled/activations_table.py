@@ -5,6 +5,7 @@ python -m benchmarks.compiled.activations_table
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ _NAMES = {
     "dots_without_batch_dims": "`dots_with_no_batch_dims_saveable`",
     "names": "attention and MLP by name",
     "offload": "`offload_dot_with_no_batch_dims`",
+}
+_MARKERS = {
+    "nothing": "x",
+    "everything": "s",
+    "dots": "^",
+    "dots_without_batch_dims": "v",
+    "names": "D",
+    "offload": "P",
 }
 Row = Mapping[str, Any]
 
@@ -103,32 +112,34 @@ def _work(row: Row, by_hand: Row | None) -> tuple[str, str]:
 
 
 def figure(found: Mapping[tuple, Sequence[Row]]) -> Figure:
-    """A panel for each program: budgets as a line, policies as points."""
+    """A panel for each program, budgets as lines and policies as points, and one legend."""
     lines = -(-len(found) // _PANELS)
-    drawn = Figure(figsize=(5.2 * _PANELS, 4 * lines), layout="constrained")
+    drawn = Figure(figsize=(4.4 * _PANELS, 3.4 * lines + 0.8), layout="constrained")
     panels = drawn.subplots(lines, _PANELS, squeeze=False).flat
     for axes in panels[len(found) :]:
         axes.set_visible(False)
+    legend = {}
     for axes, (program, rows) in zip(panels, found.items(), strict=False):
         for host, label in ((False, "jz.Activations"), (True, "jz.Activations(host=True)")):
             line = [x for x in rows if "policy" not in x and x["host"] is host]
-            if line:
-                memory, seconds = ([f(x) for x in line] for f in (_memory, _seconds))
-                axes.plot(memory, seconds, "o-", label=label)
+            memory, seconds = ([f(x) for x in line] for f in (_memory, _seconds))
+            color = "tab:orange" if host else "tab:blue"
+            (legend[label],) = axes.plot(memory, seconds, "o-", color=color)
         for row in rows:
             if "policy" in row:
-                axes.plot(_memory(row), _seconds(row), "x", color="black")
-                text = _kind(row).replace("`", "")
-                axes.annotate(text, (_memory(row), _seconds(row)), fontsize=7, rotation=20)
+                marker = _MARKERS[row["policy"]]
+                (drawn_as,) = axes.plot(_memory(row), _seconds(row), marker, color="black")
+                legend[_kind(row).replace("`", "")] = drawn_as
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         ticks = [x for x in _TICKS if low <= x <= high]
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("temporaries of a device, GiB")
-        axes.set_ylabel("predicted step at 400 GB/s into a node, s")
-        axes.set_title(_label(program), fontsize=9)
-        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.set_title(textwrap.fill(_label(program), 48), fontsize=9)
+    drawn.supxlabel("temporaries of a device, GiB")
+    drawn.supylabel("predicted step at 400 GB/s into a node, s")
+    drawn.legend(list(legend.values()), list(legend), loc="outside upper center", ncols=4)
     return drawn
 
 
