@@ -118,7 +118,7 @@ def without_refs(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) ->
 
 
 def _is_of_refs(effect: Any) -> bool:
-    return type(effect).__name__ == "InternalMutableArrayEffect"
+    return type(effect).__name__ == "InternalMutableArrayEffect"  # JAX exports no such class
 
 
 def _run(*args: Any, jaxpr: Any) -> list[Any]:
