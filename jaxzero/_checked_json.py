@@ -43,7 +43,7 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     try:
         text = read_regular(path, MOST_BYTES).decode()
         content = json.loads(text, object_pairs_hook=_without_duplicates)
-    except IrregularFile:
+    except IrregularFile:  # a `ValueError` that says itself what to do
         raise
     except IsADirectoryError as error:
         raise ValueError(f"{str(path)!r} is a directory, not a JSON file. {remedy}") from error

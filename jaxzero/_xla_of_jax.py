@@ -16,5 +16,6 @@ IS_BEFORE_0_11: Final = _VERSION < (0, 11)  # compiler options differ, and which
 PRODUCTS_MAY_BE_READ_TWICE: Final = _VERSION >= (0, 11)
 
 # A loop may index host memory by a value computed from its counter, and scan it in reverse. Earlier
-# versions of XLA copy row `i` in iteration `i`, whatever the index, so results are wrong.
+# versions of XLA copy row `i` in iteration `i`, whatever the index, so results are wrong
+# (openxla/xla#46231).
 COUNTERS_INDEX_HOST: Final = _VERSION >= (0, 12)

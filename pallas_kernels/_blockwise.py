@@ -98,6 +98,7 @@ def scales(
     if jnp.dtype(dtype).itemsize == 4:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    # A bfloat16 is the upper half of a float32: this rounds up, and leaves a NaN one.
     bits = jnp.where(jnp.isnan(scale), bits, bits + jnp.uint32(0xFFFF))
     return lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
 
@@ -215,8 +216,10 @@ def uniforms_at(
 ) -> Float32[Array, "*shape"]:
     """Return the random numbers of `uniforms`, given the index and the scale of each element."""
     key = mix(lax.bitcast_convert_type(scale, jnp.uint32) ^ mix(seed))
+    # 2**32 over the golden ratio, and odd: it spreads neighbouring indices, one to one.
     h = index * jnp.uint32(0x9E3779B9) + key
     h = mix(h ^ lax.bitcast_convert_type(x, jnp.uint32))
+    # A float32 has 24 bits: 32 would round up to 1, which is outside of the range.
     return (h >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
@@ -254,6 +257,7 @@ def round_to_float(
     binade = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
     smallest = np.float32(info.smallest_normal).view(np.uint32)
     step = jnp.maximum(binade, smallest) - jnp.uint32(info.nmant << 23)
+    # Its reciprocal has the biased exponent 254 - e: 254 << 23 is 0x7F000000.
     inverse = lax.bitcast_convert_type(jnp.uint32(0x7F000000) - step, jnp.float32)
     step = lax.bitcast_convert_type(step, jnp.float32)
     return (round_to_integer(x * inverse, u) * step).astype(dtype)

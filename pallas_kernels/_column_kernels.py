@@ -279,6 +279,7 @@ def _write(
             x_br, is_kept = block(i), None
             if matrix is not None:
                 is_kept = blocks.has_zero(x_br, 0)
+                # Still exact in `dtype`, so that bfloat16 numbers need one product, not three.
                 parts = blocks.bfloat16_parts((x_br * (1 / blocks.GROUP)).astype(dtype))
                 x_br = jnp.where(is_kept, x_br, _rotated(parts, matrix))
             codes, scale = _encoded(x_br, k, first_row, seed_ref[0, 0], target, divisor)

@@ -94,6 +94,7 @@ class Walk:
         ]
         small = [n for n in chunks if n * block_bytes <= _STEP_BYTES]
         chunk = max(small, default=min(chunks, default=0))
+        # Pallas holds two steps: the next one is fetched while one is computed.
         fits = 2 * chunk * block_bytes + kept_bytes <= _MEMORY
         return cls(num_blocks, chunk) if chunk and fits else None
 

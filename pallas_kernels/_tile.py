@@ -293,5 +293,6 @@ def _to_integer(x_w: Array, u_w: Array | None) -> Array:
     nearest_w = jnp.round(x_w)
     if u_w is None:
         return nearest_w
+    # The floor, for which Mosaic GPU has no lowering.
     below_w = nearest_w - jnp.where(nearest_w > x_w, 1.0, 0.0).astype(jnp.float32)
     return below_w + jnp.where(u_w < x_w - below_w, 1.0, 0.0).astype(jnp.float32)

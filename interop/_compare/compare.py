@@ -110,6 +110,7 @@ def compare(
     model = getattr(function, "__self__", function) if jax_module is None else jax_module
     returns_both = submodules is not False and not submodules_of(model)
     with contextlib.ExitStack() as stack:
+        # By default, GPUs and TPUs multiply float32 with fewer bits, beyond the bound.
         stack.enter_context(jax.default_matmul_precision("highest"))
         calls: Calls = {}
         if submodules is not False and not returns_both:

@@ -181,7 +181,7 @@ def recorded(model: Any) -> Iterator[Calls]:
         for owner, original in originals.items():
             owner.__call__ = replaced(original)
         yield calls
-        jax.effects_barrier()
+        jax.effects_barrier()  # for the callbacks
     finally:
         for owner, original in originals.items():
             owner.__call__ = original

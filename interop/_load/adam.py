@@ -347,6 +347,7 @@ def _counts_of(
     Returns:
         `id` of each Adam state -> its number of steps.
     """
+    # The count of an Adam of optax is an int32.
     if given is not None and (type(given) is not int or not 0 < given < 2**31):
         raise ValueError(f"`steps` must be a positive number of steps; got {given!r}.")
     counts, differing = {}, []

@@ -100,6 +100,7 @@ def _possible_groups(
     order = np.argsort(group, kind="stable")
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
     counts = np.diff(starts, append=len(group))
+    # As floats: products of numbers of 18 digits would overflow int64.
     sizes = np.maximum.reduceat(varied[order], starts).astype(np.float64) + 1
     may_fill = (counts > 1) & (sizes.prod(axis=1) <= counts)
     for start, count in zip(starts[may_fill], counts[may_fill], strict=True):

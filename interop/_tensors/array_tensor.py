@@ -57,6 +57,8 @@ def as_lazy(value: Any, name: str, where: str) -> LazyTensor:
     if hasattr(value, "detach"):
         try:
             return ArrayTensor(array_of_torch(value), name)
+        # PyTorch raises TypeError for sparse and quantized tensors, NotImplementedError for those
+        # on `meta`, and RuntimeError for nested ones.
         except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{shown(name)} {where} is no dense tensor of numbers that NumPy can hold "

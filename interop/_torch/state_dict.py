@@ -167,6 +167,7 @@ def _dicts_of_tensors(content: Any, file: Path) -> dict[str, Mapping[str, Any]]:
                     f"{str(file)!r} holds dicts nested deeper than {_MAX_DEPTH}, at "
                     f"{shown(path)}. Save only the state dict of the model."
                 )
+            # Reversed: the last is taken first, and dicts keep the order of the file.
             left += [(_joined(path, key, file), value, depth + 1) for key, value in inner][::-1]
     return dicts
 

@@ -119,6 +119,7 @@ def script_state_dict(program: Any, archive: Archive) -> dict[str, LazyTensor]:
         inner = [(key, value) for key, value in state.items() if classes.of(value) is not None]
         if any(type(key) is not str for key, _ in inner):
             raise ValueError(f"{archive.where} has a module of the name {shown(inner[0][0])}.")
+        # Reversed: the last is taken first, and tensors keep the order of the program.
         left += [(f"{prefix}{key}.", value, depth + 1) for key, value in inner][::-1]
     if not tensors:
         raise ValueError(

@@ -17,7 +17,7 @@ RATES = Rates()
 # it out, each of which reads and writes it. XLA fuses neither copy with a matrix product.
 STACKED = 4 / RATES.memory
 _TURN = 5e-6  # seconds that each iteration of a loop takes beside its operations
-_KEY_BYTES = 16  # of a random key
+_KEY_BYTES = 16  # of a key of "rbg", the longest; one of Threefry has 8
 _PLACED = {"concatenate", "pad"}  # each element of the result is one of an operand
 _VIEWS = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "squeeze", "split", "slice"}
 

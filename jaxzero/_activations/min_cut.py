@@ -201,7 +201,7 @@ class _Graph:
         pairs = np.array([*self.edges], np.int32)
         seconds = np.array([*self.edges.values()])
         finite = seconds[np.isfinite(seconds)]
-        scale = _LARGEST / max(finite.sum(), 1e-30)
+        scale = _LARGEST / max(finite.sum(), 1e-30)  # no edge may be finite
         sizes = np.where(np.isfinite(seconds), np.ceil(seconds * scale), _INFINITE)
         num = len(self.nodes) + 2
         graph = csr_array((sizes.astype(np.int32), (pairs[:, 0], pairs[:, 1])), shape=(num, num))

@@ -93,6 +93,7 @@ def _forward(form: Form, queries: Queries, keys: Keys) -> tuple[tuple[Array, Arr
         exponentials = _exp_of_difference(logits, new)
         kept = jnp.exp(old - new)
         value = block.of_keys(keys.value)
+        # Rounded to the dtype of values, as FlashAttention does: a product of 16-bit operands.
         added = _product("bpgnts,bpsgv->bptgnv", exponentials.astype(value.dtype), value)
         return (
             block.set(mixed, block.of_queries(mixed) * kept[..., None] + added),
@@ -127,6 +128,7 @@ def _backward(
         of_mixed = block.of_queries(gradient)
         of_logits = _product("bptgnv,bpsgv->bpgnts", of_mixed, block.of_keys(keys.value))
         of_logits = probabilities * (of_logits - _to_logits(block.of_queries(products)))
+        # As in forward, operands of products have the dtype of the arrays.
         of_logits = (of_logits * slope * form.scale).astype(queries.query.dtype)
         probabilities = probabilities.astype(of_mixed.dtype)
         query, key = block.of_queries(queries.query), block.of_keys(keys.key)

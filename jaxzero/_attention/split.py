@@ -244,9 +244,10 @@ def _keys_for_each_part_forward(x: Array, num: int) -> tuple[Array, None]:
 
 def _keys_for_each_part_backward(num: int, _: None, gradient: Array) -> tuple[Any]:
     del num
-    if gradient.dtype == jax.dtypes.float0:
+    if gradient.dtype == jax.dtypes.float0:  # of marks, which are integers
         return (np.zeros((gradient.shape[0], *gradient.shape[2:]), gradient.dtype),)
     wide = gradient.astype(widened(gradient.dtype))
+    # Summed over parts in 32 bits or more, and rounded once.
     total = exchange_over_tokens(jnp.sum(wide, axis=1), 1, "reduce-scatter")
     return (total.astype(gradient.dtype),)
 

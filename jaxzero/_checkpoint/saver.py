@@ -126,7 +126,7 @@ class Saver:
                 try:
                     facts["records"] = self._write(folder, content.arrays, copied)
                 finally:
-                    copied.set()
+                    copied.set()  # `write` waits for it, also if the copy fails
             with all_succeed(f"{self._name}-done", self._seconds):
                 if is_first:
                     self._complete(folder, content, facts.of_all)

@@ -100,7 +100,7 @@ class EncodedShards:
         with jax.named_scope("encode"):
             data = self._messages(x, codec, device_index(axes), tiled)
         # Without the barrier XLA may move casts of the decoding in front of the collective that
-        # follows, which would then send floats.
+        # follows, which would then send floats (jax-ml/jax#23543).
         data = lax.optimization_barrier(data)
         return dataclasses.replace(self, data=data, codec=codec, shape=tuple(x.shape), tiled=tiled)
 

@@ -225,6 +225,7 @@ def sum_over(
     padded = pad(x.reshape(-1), layout)
     partial = _coded_hop(padded, axis, 0, codec, comm, num_summed)
     shard, half_sum = as_pair(sum_of(partial, half))
+    # The mean is encoded, as in `encoded`: the sum could overflow the codec's range.
     scale = jnp.asarray(num_summed * num, x.dtype)
     mean = EncodedShards.plain(shard.astype(x.dtype) / scale, 0)
     mean = mean.encode(codec, _seed_axes(axis), tiled=comm.form.tiled).gather(axis)

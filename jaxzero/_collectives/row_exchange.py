@@ -195,6 +195,7 @@ class RowExchange:
             own = self.int32(ids)
             num = _like(((own < 0) | (own == self.shape[0])).sum(1), rows)
             filled = num.astype(rows.dtype) * _cast(jnp.asarray(fill, self.dtype), dtypes)
+            # NaN is the default fill, and 0 times NaN is NaN.
             rows += jnp.where(num > 0, filled, jnp.zeros((), rows.dtype))
         return rows, lax.slice(sent, [0] * sent.ndim, [1] * sent.ndim).reshape(1)
 
@@ -225,6 +226,7 @@ class RowExchange:
         rows = cotangents if self.layout.dim == 0 else pad(cotangents, self.layout)
         rows = _Rows(rows.reshape(*[1] * len(axes), *rows.shape), len(axes))
         is_split = self.layout.dim != 0  # then devices get their columns of all rows
+        # The reverse of `read`. Whole rows cross nodes first, while each device sends only its own.
         numbered = [*enumerate(axes)] if is_split else [*reversed([*enumerate(axes)])]
         for (dim, axis), wait in itertools.zip_longest(numbered, waits[: len(axes)]):
             codec = self.codec(axis, cotangents.dtype, back=True)
@@ -363,6 +365,7 @@ def gather_ids(ids: Sequence[Int32[Array, ...]], axes: tuple[str, ...]) -> list[
     """
     message = jnp.concatenate([x.reshape(-1) for x in ids])
     of_all = message.reshape(*[1] * len(axes), -1)
+    # Over `node`, the minor axis, first: ids then cross nodes once, not once for each device.
     for dim, axis in reversed([*enumerate(axes)]):
         of_all = all_gather(of_all, axis, dim, tuple(x.nbytes for x in ids))
     stops = [*itertools.accumulate(x.size for x in ids)]

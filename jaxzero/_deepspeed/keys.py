@@ -27,7 +27,7 @@ from .._checked_json import (
 )
 
 COUNT = integer(1)
-STEPS = whole(1, 2**31 - 1)
+STEPS = whole(1, 2**31 - 1)  # optax counts steps in int32
 STEPS_OR_0 = whole(0, 2**31 - 1)
 SIZE = whole(0, 2**60)  # elements; files write 5e8
 BUCKET = whole(1, 2**60)  # elements

@@ -94,6 +94,7 @@ def scale_loss(
         )
 
     def update(updates, state, params=None, **extra_args):
+        # In float32: float16 would round small gradients to 0, which the scale is to prevent.
         unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale, updates)
         finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(unscaled)]).all()
         new_updates, inner_state = inner.update(unscaled, state.inner, params, **extra_args)

@@ -275,7 +275,7 @@ def gradient_halves(sums: HalfSums, comm: CommSpec) -> GradientHalves:
     """
     shards, copies, weight = sums.shards, sums.copies, sums.weight
     pairs = zip(shards, copies, strict=True)
-    none = jnp.zeros(3, jnp.float32)
+    none = jnp.zeros(3, jnp.float32)  # also without leaves `concatenate` has an operand
     products = jnp.concatenate(
         [none[:0], *(none if x is None else _products(x, num) for x, num in pairs)]
     )

@@ -127,7 +127,7 @@ def _with_token(program: Any, sent: Sequence[Any]) -> Any:
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """Return the numbers of constants and of carried values of a `scan`, from its parameters."""
-    if "num_consts" in params:
+    if "num_consts" in params:  # JAX 0.10; in 0.12 `ft_in` is a tree of the operands
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
@@ -168,6 +168,7 @@ class _Order:
                 outputs, self.token = _scan(params, inputs, token)
             case "while":
                 outputs, self.token = _while(params, inputs, token)
+            # With platforms it is a `lax.platform_dependent`, which `lax.switch` cannot make.
             case "cond" if "branches_platforms" not in params:
                 branches = [_body(branch) for branch in params["branches"]]
                 outputs, self.token = lax.switch(inputs[0], branches, inputs[1:], token)
@@ -282,6 +283,7 @@ def _is_collective(equation: Any) -> bool:
 
 def _names_an_axis(equation: Any) -> bool:
     effects = equation.effects  # most equations have none
+    # By name, since JAX exports no such class.
     return bool(effects) and any(type(x).__name__ == "NamedAxisEffect" for x in effects)
 
 

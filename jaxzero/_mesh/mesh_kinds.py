@@ -95,7 +95,7 @@ class SimulatedMesh:
 
         def run(*args):
             mapped = on_device
-            for axis in reversed(names):
+            for axis in reversed(names):  # the last `vmap` is the outermost: its dim is the first
                 in_axes = map_specs(
                     lambda x, spec, axis=axis: 0 if _splits(spec, axis) else None, in_specs, args
                 )

@@ -118,7 +118,7 @@ def without_refs(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) ->
 
 
 def _is_of_refs(effect: Any) -> bool:
-    return type(effect).__name__ == "InternalMutableArrayEffect"
+    return type(effect).__name__ == "InternalMutableArrayEffect"  # JAX exports no such class
 
 
 def _run(*args: Any, jaxpr: Any) -> list[Any]:
@@ -170,6 +170,7 @@ mlir.register_lowering(_without_refs_p, mlir.lower_fun(_run))
 
 def with_inputs_alone(jaxpr: Any) -> Any:
     """Return a jaxpr without constants, which takes those of `jaxpr` as its first inputs."""
+    # The debug info names each input, and JAX checks that there are as many names.
     unnamed = jaxpr.debug_info.with_unknown_names()
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return jaxpr.replace(constvars=[], invars=inputs, debug_info=unnamed)

@@ -248,6 +248,7 @@ def _with_capacity(
     fits_p = (place_p < room) & (chosen_p >= 0)
     slots = num_devices * room
     pair_p = jnp.arange(pairs, dtype=jnp.int32)
+    # A pair without a slot gets an index out of bounds of its own, so that indices are unique.
     slot_p = jnp.where(fits_p, to_p * room + place_p, slots + pair_p)
     pair_s = (
         jnp.full(slots, pairs, jnp.int32).at[slot_p].set(pair_p, mode="drop", unique_indices=True)

@@ -219,6 +219,7 @@ class _LoopEmitter:
     @functools.cached_property
     def _fetches_after(self) -> Value | None:
         """The value that an iteration's copies from host memory wait for; None: for nothing."""
+        # A quarter, in any order: see [Note: write, then fetch] in `_execute.ticks`.
         return known_after(self.plan.body, 1 / 4, in_any_order=True) if self.copies_wait else None
 
     @functools.cached_property

@@ -25,6 +25,7 @@ from .trace import OpenProgram, inline
 # traces that it is made in, and results that it has stored, such as the tree of its outputs.
 _WITHOUT_MEANING = {"DebugInfo", "DynamicJaxprTrace", "SourceInfo", "JaxprEqnContext"}
 _WITHOUT_MEANING |= {"Store", "EqualStore"}
+# The variables in which `_memoize` of JAX's `partial_eval` keeps the results of calls.
 _CACHES = {"cells", "sentinel"}
 _OF_FUNCTION = ("f", "transforms", "params")
 

@@ -392,6 +392,7 @@ class Pipeline:
         """Send the last stage's array to all stages, and return it."""
         x = jnp.where(self.stage == self.num_stages - 1, x, jnp.zeros_like(x))
         with labelled("other"):
+            # Booleans travel as integers: collectives add none.
             return all_reduce(x.astype(jnp.int32) if x.dtype == bool else x, STAGE).astype(x.dtype)
 
 

@@ -268,6 +268,6 @@ def _mixed(bits: Any, seed: Any) -> Any:
     """Hash each integer, together with `seed`, to an integer of its type; one to one for uint32."""
     kind = bits.dtype
     x = bits.astype(jnp.uint32) ^ (seed.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-    for factor in (0x85EBCA6B, 0xC2B2AE35):
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # those of MurmurHash3
         x = (x ^ (x >> 16)) * jnp.uint32(factor)
     return (x ^ (x >> 16)).astype(kind)

@@ -248,6 +248,7 @@ class Reduction:
                 return jnp.maximum(so_far, jnp.max(value))
             case "min":
                 return jnp.minimum(so_far, jnp.min(value))
+        # In the dtype of the traced sum: `jnp.sum` widens small integers.
         return so_far + jnp.sum(value, dtype=value.dtype)
 
     def over_devices(self, x: Shaped[Array, ""], axes: tuple[str, ...]) -> Shaped[Array, ""]:

@@ -29,8 +29,9 @@ from .._warnings import warn
 from .optimizer_state import TrueShapes
 from .programs import Programs
 
+# One update tells nothing where a warm-up starts at 0, or `optax.MultiSteps` waits for more.
 NUM_UPDATES = 32
-LARGE = 1e4
+LARGE = 1e4  # factor of half of the gradients: they exceed thresholds, such as those of clipping
 _REMEDY = "Wrap it: `tx = zero.optimizer(tx)`."
 
 

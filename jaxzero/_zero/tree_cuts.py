@@ -246,6 +246,7 @@ def _join_leaf(
         return first
     if isinstance(first, jax.ShapeDtypeStruct):
         return stored_struct(old, programs.mesh, axes)
+    # The first layers come before the rest.
     pieces = [(leaf, x) for leaf, x in zip(parts, arrays, strict=True) if leaf is not None][::-1]
 
     def run(arrays: list[Any]) -> Any:

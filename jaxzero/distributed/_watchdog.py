@@ -133,7 +133,7 @@ class Watchdog:
             if self._over.wait(self._heartbeat_seconds / _TICKS):
                 break
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            publish(_NAME, _DONE)
+            publish(_NAME, _DONE)  # process 0, which runs the service, may have ended
 
     def _watch(self) -> None:
         """Check for lost processes and missing progress, until training is over; never blocks."""

@@ -242,6 +242,7 @@ def _one_by_one(
         number, expert = scanned
         share_n = jnp.where(chosen_nk == number, shares_nk, 0.0).sum(axis=-1)
         y_nd = mlp(expert, x_nd)
+        # Added in the dtype of shares, float32 or wider, and rounded once.
         return total_nd + share_n[:, None] * y_nd.astype(share_n.dtype), None
 
     numbers = jnp.arange(len(projections[0].kernel), dtype=chosen_nk.dtype)

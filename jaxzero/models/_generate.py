@@ -123,7 +123,7 @@ def start_generation(
     generation = Generation(
         tokens=jnp.full((len(ids), max_new_tokens), sampling.pad_token, jnp.int32),
         lengths=jnp.zeros(len(ids), jnp.int32),
-        is_done=~mask[:, -1],
+        is_done=~mask[:, -1],  # rows without a token
         num_columns=jnp.int32(0),
         cache=cache,
         keys=keys,
@@ -188,6 +188,7 @@ def _with_next(generation: Generation, logits: Array, sampling: Sampling) -> Gen
         # A key of its own for each column: a row's draws depend neither on rows nor on calls.
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
     chosen = jnp.where(is_done, jnp.int32(sampling.pad_token), choose(logits, sampling, keys))
+    # The choice from NaN is -1.
     stops = jnp.isin(chosen, jnp.array([-1, *sampling.stop_tokens], jnp.int32))
     return generation._replace(
         tokens=jax.lax.dynamic_update_slice_in_dim(

@@ -79,6 +79,7 @@ class LatentAttention(nnx.Module):
             attend,
             mask_bs=mask,
             window=window,
+            # Not the default of `attend`: queries are wider with a cache.
             scale=config.head_size**-0.5
             if config.attention_scale is None
             else config.attention_scale,

@@ -69,6 +69,7 @@ def router_balance(
     chosen_ne = jax.nn.one_hot(chosen, num_experts, dtype=logits_ne.dtype).sum(axis=1)
     squares_n1 = jax.nn.logsumexp(logits_ne, axis=-1, keepdims=True) ** 2
     ones_n1 = jnp.ones_like(squares_n1)
+    # In one array, so that one collective sums all of it.
     columns = jnp.concatenate([chosen_ne, shares_ne, squares_n1, ones_n1], axis=1)
     if mask is not None:
         columns = jnp.where(mask[:, None], columns, 0)
