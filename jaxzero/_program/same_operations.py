@@ -147,11 +147,12 @@ class _Comparison:
             return self.same((a.__self__, a.__func__), (b.__self__, b.__func__))
         if isinstance(a, functools.partial):
             return self.same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-        if type(a).__name__ in _WITHOUT_MEANING:
+        name = type(a).__name__ if _is_of_jax(type(a).__module__) else ""
+        if name in _WITHOUT_MEANING:
             return True
-        if type(a).__name__ == "WrappedFun":  # JAX compares them by identity
+        if name == "WrappedFun":  # JAX compares them by identity
             return all(self.same(getattr(a, k), getattr(b, k)) for k in _OF_FUNCTION)
-        if type(a).__name__ in ("custom_jvp", "custom_vjp"):
+        if name in ("custom_jvp", "custom_vjp"):
             return self.same(vars(a), vars(b))
         try:
             return bool(a == b)
@@ -165,9 +166,11 @@ class _Comparison:
             return False
         if a.__globals__ is not b.__globals__:
             return False
+        # Not `__module__`, which `functools.wraps` copies from the function that is wrapped.
+        caches = _CACHES if _is_of_jax(a.__globals__.get("__name__", "")) else set()
         names = a.__code__.co_freevars
         cells = zip(names, a.__closure__ or (), b.__closure__ or (), strict=True)
-        return all(n in _CACHES or self.same(_content(x), _content(y)) for n, x, y in cells)
+        return all(n in caches or self.same(_content(x), _content(y)) for n, x, y in cells)
 
     def _programs(self, a: Any, b: Any) -> bool:
         """Return whether two jaxprs have equal equations that read corresponding variables."""
@@ -197,6 +200,11 @@ class _Comparison:
             if not self.same(x.params, y.params) or not defined(x.outvars, y.outvars):
                 return False
         return all_read(a.outvars, b.outvars)
+
+
+def _is_of_jax(module: str) -> bool:
+    """Return whether a module is one of JAX, where a name has the meaning that is known here."""
+    return module.partition(".")[0] == "jax"
 
 
 def _content(cell: Any) -> Any:

@@ -305,16 +305,28 @@ def _each(layer: Callable, order: slice = slice(None), times: int = 1) -> Callab
     return loss
 
 
-def _scaled_by_rule(i: int, x: jax.Array, w: models.Params) -> jax.Array:
-    """Layers that differ in nothing but the number in the rule of a derivative."""
-    scale = 1.0 + (i == 2)
+class Store:
+    """Named as a class of JAX whose contents do not matter for what a function computes."""
 
-    @jax.custom_vjp
-    def f(x):
-        return jnp.tanh(x)
+    def __init__(self, scale: float):
+        self.scale = scale
 
-    f.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (scale * g / jnp.cosh(x) ** 2,))
-    return f(models.layer(x, w))
+
+def _scaled_by_rule(make: Callable) -> Callable:
+    """Layers that differ in nothing but what the rule of a derivative closes over."""
+
+    def layer(i: int, x: jax.Array, w: models.Params) -> jax.Array:
+        cells = make(1.0 + (i == 2))  # the name of a variable in which JAX keeps results
+
+        @jax.custom_vjp
+        def f(x):
+            return jnp.tanh(x)
+
+        scaled = lambda g: g * getattr(cells, "scale", cells)  # noqa: E731
+        f.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (scaled(g) / jnp.cosh(x) ** 2,))
+        return f(models.layer(x, w))
+
+    return _each(layer)
 
 
 def _other_activation(i: int, x: jax.Array, w: models.Params) -> jax.Array:
@@ -340,7 +352,8 @@ def _side_by_side(p: models.Params, rows: models.Params) -> jax.Array:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (_each(_scaled_by_rule), "layer 2 computes by `custom_vjp_call` .* not known"),
+        (_scaled_by_rule(float), "layer 2 computes by `custom_vjp_call` .* not known"),
+        (_scaled_by_rule(Store), "layer 1 computes by `custom_vjp_call` .* not known"),
         (_each(_other_activation), "layer 2 has `sin` at .* where another has `tanh`"),
         (_each(_more_after_one), "not in the order of their numbers, or something"),
         (_each(_plain, slice(None, None, -1)), "not in the order of their numbers"),
