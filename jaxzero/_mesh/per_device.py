@@ -241,13 +241,11 @@ def _with_mesh_context(mesh: Any, closed: Any) -> Any:
 
 CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # `closed_call` from JAX 0.12 on
 }
-REMAT = {"checkpoint", "remat", "remat2"}
-CALLS_AND_REMAT = CALLS | dict.fromkeys(REMAT, "jaxpr")
+REMAT = "remat2"  # the primitive of `jax.checkpoint`
+CALLS_AND_REMAT = CALLS | {REMAT: "jaxpr"}
 
 
 def evaluate(

@@ -96,9 +96,11 @@ def _gathered(axis: str) -> Callable[[Array], Array]:
 def _seconds(
     mesh: Mesh, function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
 ) -> float:
-    """Return the seconds of `function`, called with zeros of `shape`, in the slowest process."""
-    zeros = map_devices(lambda: jnp.zeros((1, *shape), dtype), mesh, (), _SPLIT)
-    x = jax.jit(zeros, out_shardings=NamedSharding(mesh, _SPLIT))()
+    """Return the seconds of `function`, called with an array of `shape`, in the slowest process."""
+    # Random numbers: with zeros a GPU needs less power, and may run at a higher clock.
+    draw = lambda: jax.random.normal(jax.random.key(0), (1, *shape), dtype)  # noqa: E731
+    numbers = map_devices(draw, mesh, (), _SPLIT)
+    x = jax.jit(numbers, out_shardings=NamedSharding(mesh, _SPLIT))()
     run = jax.jit(map_devices(lambda x: function(x[0])[None], mesh, (_SPLIT,), _SPLIT))
     return _slowest(lambda: run(x))
 

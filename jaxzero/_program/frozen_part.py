@@ -123,7 +123,7 @@ def _equation(equation: Any, inputs: list[Any], caller: Any) -> Sequence[Any]:
         return _run(inner.jaxpr, inner.consts, inputs, caller)
     if not split:
         return bind(equation, inputs)
-    if name in REMAT:
+    if name == REMAT:
         return _remat(params, inputs, caller)
     if name == "scan":
         return _scan(equation, inputs)

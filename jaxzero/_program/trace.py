@@ -171,7 +171,7 @@ def without_checkpoints(function: Callable) -> Callable:
     """Remove `jax.checkpoint`s from `function`, so that differentiation keeps their values."""
 
     def plain(equation: Any) -> Any:
-        if equation.primitive.name not in REMAT:
+        if equation.primitive.name != REMAT:
             return equation
         body = jex.ClosedJaxpr(equation.params["jaxpr"], ())
         return equation.replace(primitive=closed_call_p, params={"call_jaxpr": body})
@@ -228,7 +228,7 @@ def _append(
     name, params = equation.primitive.name, equation.params
     if name in _ALIAS:
         return inputs
-    if name in REMAT:
+    if name == REMAT:
         if params["differentiated"]:
             inputs = _barrier(equation, inputs, operations)
         return inline(params["jaxpr"], (), inputs, operations, caller or equation)
