@@ -30,7 +30,6 @@ from .._codecs import Cast, Codec, Column, is_narrow_float
 from .._mesh import AXES, LOCAL, NODE, REDUCTION_HOPS, AnyMesh, physical
 from .._sharding import CommSchedule, DimSharding, GradientHop, HpZ, PerAxis, WeightHop, ZeroConfig
 from .kernel_hop import check_kernel_hops
-from .ledger import Transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,23 +201,6 @@ class CommSpec:
     def axes_with_peers(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return `axes` without those of a single device."""
         return tuple(axis for axis in axes if self.sizes[axis] > 1)
-
-    def described(self, transfers: Sequence[Transfer]) -> tuple[str, ...]:
-        """Return a line for each axis with a codec: "weights over node: int8/256, float32"."""
-        lines = []
-        for what, codecs in (("weights", self.weights), ("gradients", self.gradients)):
-            for axis in self.axes_with_peers(AXES):
-                if (asked := getattr(codecs, axis)) is None:
-                    continue
-                is_hop = isinstance(asked, GradientHop | WeightHop)
-                names = {str(asked.codec): str(asked)} if is_hop else {}
-                here = [x for x in transfers if (x.purpose, x.axis) == (what, axis)]
-                sent = dict.fromkeys(names.get(form, form) for x in here for form in x.forms)
-                forms = sorted(sent, key=lambda form: form != str(asked))  # the codec first
-                lines += [f"{what} over {axis}: {', '.join(forms)}"] if forms else []
-        if self.hpz is not None and self.hpz.codec is not None:
-            lines.append(f"kept slices (hpZ): {self.hpz.codec}")
-        return tuple(lines)
 
     @property
     def weight_hop(self) -> WeightHop:

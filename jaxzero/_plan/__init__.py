@@ -28,6 +28,7 @@ from .param_uses import find_uses as find_uses
 from .pipeline import Pipeline as Pipeline
 from .plan import MovedRows as MovedRows
 from .plan import Plan as Plan
+from .plan import described_codecs as described_codecs
 from .plan_step import ACTIONS as ACTIONS
 from .plan_step import PlanStep as PlanStep
 from .plan_step import region_name as region_name

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from .._activations import Chosen, Residual, by_kind, described, described_total
-from .._collectives import HostTransfer, Transfer, readable_bytes
+from .._collectives import CommSpec, HostTransfer, Transfer, readable_bytes
+from .._mesh import AXES, LOCAL
 from .._program import Fork, Loop, Operation, kept_values
+from .._sharding import GradientHop, WeightHop
 from .block_plan import BlockPlan
 from .emit_loop import pipeline_of
 from .gathered_experts import GatheredExperts, find_gathered_experts
@@ -170,6 +172,36 @@ class Plan:
         lines += [f"at the end: {x}" for x in self.described_combined]
         lines += self.codecs
         return "\n".join(line.rstrip() for line in lines)
+
+
+def described_codecs(comm: CommSpec, transfers: Sequence[Transfer]) -> tuple[str, ...]:
+    """Return a line for each axis with a codec: "weights over node: int8/256, float32".
+
+    The line of an axis over which the codec encodes nothing says so, as in a model of small leaves.
+    """
+    lines = []
+    unused = f" (nothing is encoded; `min_quantized_size` is {comm.min_quantized_size})"
+    for what, codecs in (("weights", comm.weights), ("gradients", comm.gradients)):
+        for axis in comm.axes_with_peers(AXES):
+            if (asked := getattr(codecs, axis)) is None:
+                continue
+            is_hop = isinstance(asked, GradientHop | WeightHop)
+            names = {str(asked.codec): str(asked)} if is_hop else {}
+            sent = [names.get(form, form) for form in _forms(transfers, what, axis)]
+            forms = sorted(sent, key=lambda form: form != str(asked))  # the codec first
+            note = "" if str(asked) in forms else unused
+            lines += [f"{what} over {axis}: {', '.join(forms)}{note}"] if forms else []
+    if comm.hpz is not None and (codec := comm.hpz.codec) is not None:
+        forms = _forms(transfers, "weights", LOCAL)
+        note = unused if forms and str(codec) not in forms else ""
+        lines.append(f"kept slices (hpZ): {codec}{note}")
+    return tuple(lines)
+
+
+def _forms(transfers: Sequence[Transfer], purpose: str, axis: str) -> list[str]:
+    """Return what is sent over an axis: the names of codecs and dtypes, each once."""
+    here = [x for x in transfers if (x.purpose, x.axis) == (purpose, axis)]
+    return [*dict.fromkeys(form for x in here for form in x.forms)]
 
 
 def _lines(steps: tuple[PlanStep, ...]) -> list[str]:

@@ -28,6 +28,7 @@ from .layout import split_dim as split_dim
 from .layout import unpad as unpad
 from .modules import mutated_leaf as mutated_leaf
 from .modules import nnx_leaves as nnx_leaves
+from .modules import other_variables as other_variables
 from .modules import overwritten_leaves as overwritten_leaves
 from .modules import plain_arrays as plain_arrays
 from .modules import rng_leaves as rng_leaves

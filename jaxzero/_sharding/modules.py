@@ -168,6 +168,32 @@ def nnx_leaves(tree: Any) -> dict[str, ModuleLeaf]:
     return leaves
 
 
+def other_variables(tree: Any) -> dict[str, str]:
+    """Return the variables beside `nnx.Param`s, outside of modules, whose arrays have gradients.
+
+    An `nnx.State` of a whole module has them: batch statistics, buffers. Nothing says that they are
+    not trained, as a module does.
+
+    Returns:
+        The type of each variable by its path; nothing if no variable is an `nnx.Param`.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return {}
+    variables = [
+        (path_name(path), variable)
+        for path, variable in _pairs(tree, lambda x: _is_nnx(x) or _is_variable(x))
+        if _is_variable(variable) and any(map(_is_inexact, flatten(variable)[1]))
+    ]
+    if not any(isinstance(variable, nnx.Param) for _, variable in variables):
+        return {}
+    return {
+        path: type(variable).__name__
+        for path, variable in variables
+        if not isinstance(variable, nnx.Param) and not _is_overwritten_type(type(variable))
+    }
+
+
 def rng_leaves(tree: Any) -> list[bool]:
     """Return, for each leaf, whether it is a key or counter of `nnx.Rngs`.
 

@@ -250,6 +250,11 @@ def _check_arrays(tree: Any, paths: Sequence[Any], leaves: Sequence[Any]) -> Non
                 "model with a `state_dict` by `zero.shard(interop.load_into(shapes, "
                 "state_dict))`; one tensor is `tensor.detach().numpy()`."
             )
+        if not path and callable(leaf) and trained is None:
+            raise TypeError(
+                f"A tree of arrays is expected, such as the parameters; got {leaf!r}. Look at the "
+                "order of the arguments."
+            )
         if not is_array(leaf) and trained is None and not is_empty:
             raise ValueError(
                 f"The leaf `{path_name(path)}` is not an array; got {type(leaf).__name__}. Make a "

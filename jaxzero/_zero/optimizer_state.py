@@ -43,11 +43,13 @@ from .._sharding import (
     layout_as_stored,
     named_leaves,
     of_arrays,
+    other_variables,
     overwritten_leaves,
     path_endings,
     statics_of,
     trained_leaves,
 )
+from .._warnings import warn
 from .host_memory import check_room
 from .matrix_layouts import by_layer_of, may_be_split_matrix, may_be_split_stack
 from .matrix_updates import MatrixUpdate
@@ -67,6 +69,20 @@ def check_is_optimizer(tx: Any) -> None:
         raise TypeError(
             "`tx` must be an optimizer of optax, such as `optax.adamw(1e-3)`; got a "
             f"{type(tx).__name__}."
+        )
+
+
+def check_optimized(tx: Any, params: Any) -> None:
+    """Check that `tx` is an optimizer, and warn if it would update more than parameters."""
+    check_is_optimizer(tx)
+    if others := other_variables(params):
+        path, kind = next(iter(others.items()))
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        warn(
+            f"`params` holds variables that are no `nnx.Param`: `{path}`, a `{kind}`{more}. The "
+            "optimizer will update them with gradients, decay them, and count them in norms. Give "
+            "the parameters alone, `graph, params, rest = nnx.split(model, nnx.Param, ...)`, and "
+            "`rest` to the loss as an argument of its own."
         )
 
 

@@ -40,7 +40,7 @@ from .._simigrad import CodecNoise
 from .codec_noise import measure_codec_noise, names_of_tables
 from .config_check import checked_config
 from .host_memory import check_offloaded, check_room
-from .optimizer_state import check_is_optimizer, init_state, state_layout, trained_part, true_shapes
+from .optimizer_state import check_optimized, init_state, state_layout, trained_part, true_shapes
 from .padding_check import warn_of_padding
 from .placement import gather_full, make_leaves, pad_leaf, place_tree, stored_struct
 from .programs import Initializer, Programs, numbers_as_arrays
@@ -175,15 +175,15 @@ class ShardedTrees:
         In an `eqx.Module` or `nnx.Module`, `tx` gets `None` for the leaves that the module does not
         train, as in the gradients.
 
-        `tx` is tried on tiny leaves. You are warned if padding changes its updates (then wrap it by
-        `zero.optimizer`), or if its updates of leaves in 16 bits would all be rounded away.
+        `tx` is tried on tiny leaves. You are warned of updates that padding changes (wrap `tx` by
+        `zero.optimizer`) or that 16 bits round away, and of an `nnx.State` with more than `Param`s.
 
         Raises:
             TypeError: `tx` is no optimizer.
             ValueError: `params` did not come from this `Zero`; or `tx` keeps statistics of another
                 shape for a padded leaf, as Adafactor does, and is not wrapped (`zero.optimizer`).
         """
-        check_is_optimizer(tx)
+        check_optimized(tx, params)
         params, layout = trained_part(params, self._layout_of(params))
         warn_of_padding(tx, layout, self._programs)
         warn_of_rounding(tx, params, layout, self._programs)

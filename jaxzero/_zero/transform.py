@@ -19,7 +19,7 @@ from jaxtyping import Array
 from .._collectives import CommSpec, Ledger, accumulator_dtype, labelled, recording
 from .._execute import DeviceWireState, Result, run_on_device, specs_of, total_weight
 from .._mesh import AnyMesh, forward_only, map_devices, physical
-from .._plan import Plan
+from .._plan import Plan, described_codecs
 from .._program import OpenProgram, with_rolled_layers, without_checkpoints
 from .._sharding import HpZ, PerAxis, ZeroConfig
 from .._simigrad import GradientHalves
@@ -289,7 +289,7 @@ class Transform:
             combined=tuple((leaves[i].path, how) for i, how in self.combined.items()),
             transfers=tuple(ledger.transfers),
             host_transfers=tuple(ledger.host_transfers),
-            codecs=self.comm.described(ledger.transfers),
+            codecs=described_codecs(self.comm, ledger.transfers),
         )
         updated = [result.updated.get(i) for i in leaf_updates]
         return (

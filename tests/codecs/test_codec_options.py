@@ -80,3 +80,18 @@ def test_float64_beyond_float32(codec):
         largest = float(jnp.finfo(np.float32).max)
         np.testing.assert_allclose(got, [largest, -largest, 0, 0], rtol=1 / 64)
         assert np.isnan(oracle.round_trip(codec, np.array([np.inf, 1.0]))).all()
+
+
+@pytest.mark.parametrize(("size", "is_encoded"), [(127, False), (128, True)])
+def test_a_plan_says_where_nothing_is_encoded(size, is_encoded):
+    """128 * 128 numbers are as many as `min_quantized_size`; of a toy model users should know."""
+    zero = jz.Zero(jz.make_mesh(nodes=2), jz.zeropp())
+    params = zero.abstract(lambda: {"w": jnp.zeros((128, size))})
+    plan = zero.plan(lambda p, x: jnp.mean(x @ p["w"]), params, np.zeros((8, 128), np.float32))
+    note = "" if is_encoded else " (nothing is encoded; `min_quantized_size` is 16384)"
+    weights, gradients = ("int8/256", "int4/128+H32") if is_encoded else ("float32", "float32")
+    assert plan.codecs == (
+        *(f"weights over {axis}: {weights}{note}" for axis in ("node", "local")),
+        *(f"gradients over {axis}: {gradients}{note}" for axis in ("node", "local")),
+        f"kept slices (hpZ): int8/256{note}",
+    )

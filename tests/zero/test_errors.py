@@ -262,6 +262,12 @@ def test_a_number_where_an_array_was_laid_out(zero):
         zero.unshard(tree)
 
 
+@pytest.mark.parametrize("method", ["shard", "report", "unshard"])
+def test_a_function_where_a_tree_was_expected(zero, method):
+    with pytest.raises(TypeError, match="A tree of arrays is expected, .* got <function .* order"):
+        getattr(zero, method)(lambda params: params)
+
+
 @pytest.mark.parametrize("method", ["init", "abstract"])
 def test_arguments_of_init_that_are_no_arrays(method):
     zero, key = jz.Zero(jz.make_mesh(nodes=2)), jax.random.key(0)

@@ -137,6 +137,24 @@ def test_an_nnx_module_that_shares_a_variable_is_refused(auto):
         auto.shard(model)
 
 
+class _Buffer(nnx.Variable):
+    pass
+
+
+def test_an_optimizer_of_a_state_with_more_than_parameters_warns(auto):
+    def make():
+        model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        model.position = _Buffer(jnp.ones(8))
+        return model
+
+    tx = optax.adam(1e-3)
+    _, params, rest = nnx.split(make(), nnx.Param, ...)
+    for trained in (params, nnx.filter_state(rest, _Buffer), make()):
+        auto.init_optimizer(tx, auto.shard(trained))  # warnings are errors here
+    with pytest.warns(UserWarning, match=r"no `nnx.Param`: `mean`, a `BatchStat` and 2 more"):
+        auto.init_optimizer(tx, auto.shard(nnx.state(make())))
+
+
 @pytest.mark.standard_promotion
 def test_frozen_parts_of_an_equinox_module(auto):
     model = auto.init(_mlp, jax.random.key(0))
