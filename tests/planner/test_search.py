@@ -321,6 +321,7 @@ def test_without_a_compiler_plans_are_ranked_by_bounds():
     cluster = jz.Cluster(nodes=2, local=2, device=device, link=1e9)
     plans = tune(loss, init, BATCH, cluster, quantized=False, cache=None)
     assert {row.stage for row in plans.rows} == {"bound"}
+    assert "XLA has no compiler for mine here" in plans.notes[0]
     assert "ranked by lower bounds alone" in plans.notes[0]
     zero = jz.Zero(jz.make_mesh(2, simulate=4), plans.config)
     params = zero.abstract(init)
