@@ -5,7 +5,6 @@ for. Nothing is changed or run.
 """
 
 from .data import Traffic as Traffic
-from .details import DETAILS as DETAILS
 from .local_report import LocalReport as LocalReport
 from .report import Report as Report
 from .report import make_report as make_report

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jaxzero._hlo import Program, parse
+from typing import Any
+
+from tests import zoo
 
 COLLECTIVES = {
     "all-gather",
@@ -20,7 +22,7 @@ def side_by_side(text: str) -> list[str]:
     Neither of a pair depends on data of the other. XLA:CPU runs the collectives of a computation
     in turn, so two of these are no pair.
     """
-    program = parse(text)
+    program = zoo.hlo_program(text)
     found = []
     for computation in program.computations.values():
         busy = [x for x in computation.instructions if _communicates(program, x)]
@@ -37,12 +39,12 @@ def side_by_side(text: str) -> list[str]:
 
 def num_loops(text: str) -> int:
     """The number of loops and conditionals with collectives."""
-    program = parse(text)
+    program = zoo.hlo_program(text)
     instructions = [x for each in program.computations.values() for x in each.instructions]
     return sum(x.op not in COLLECTIVES and _communicates(program, x) for x in instructions)
 
 
-def _communicates(program: Program, instruction) -> bool:
+def _communicates(program: Any, instruction: Any) -> bool:
     if instruction.op in COLLECTIVES:
         return True
     names = [name for names in instruction.called.values() for name in names]

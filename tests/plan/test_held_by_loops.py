@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from jaxzero._report import live_bytes
 from tests import zoo
+from tests.report.printed import live_bytes, spans
 
 WIDTH, LAYERS = 16, 4
 LAYER = 2 * WIDTH * WIDTH * 4  # bytes
@@ -77,10 +77,20 @@ def _config(preset="zero3", **schedule):
     return dataclasses.replace(config, schedule=jz.CommSchedule(**schedule))
 
 
-def _plan(loss, rows=32, width=WIDTH, **schedule):
+def _report(loss, rows=32, width=WIDTH, **schedule):
     zero = jz.Zero(jz.make_mesh(2), _config(**schedule))
     params = zero.abstract(functools.partial(_zeros, width), jax.random.key(0))
-    return zero.plan(loss, params, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+    batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return zero.report(params, plan=zero.plan(loss, params, batch))
+
+
+def _plan(*args, **options):
+    return _report(*args, **options).plan
+
+
+def _most_held(report):
+    """Bytes of full weights, and of gradients that are not yet sent."""
+    return [live_bytes(spans(report), action) for action in ("gather", "reduce")]
 
 
 def _loops(plan):
@@ -167,8 +177,9 @@ def test_weights_gathered_in_a_loop_do_not_change_the_bits():
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("model", [_scanned, _unrolled])
 def test_a_loop_over_microbatches_holds_a_layer_or_two(model, remat):
-    plans = [_plan(_summed(model, remat), loop_constant_bytes=x) for x in (0, None)]
-    inside, held = (live_bytes(plan).max(axis=1) for plan in plans)
+    inside, held = (
+        _most_held(_report(_summed(model, remat), loop_constant_bytes=x)) for x in (0, None)
+    )
     assert held[0] >= MODEL and held[1] >= MODEL
     # Two buckets of a layer, one in use and one in flight; and one of another loop.
     assert inside[0] <= 3 * LAYER
@@ -209,10 +220,10 @@ def test_the_limit_is_in_bytes_of_full_weights():
 
 def test_a_limit_holds_weights_from_use_to_use():
     """The head and the last layers, which backward needs first."""
-    plans = [_plan(_summed(_unrolled), loop_constant_bytes=x) for x in (0, 2 * LAYER)]
-    least, some = (sum(_trips(plan, "gather").values()) for plan in plans)
+    reports = [_report(_summed(_unrolled), loop_constant_bytes=x) for x in (0, 2 * LAYER)]
+    least, some = (sum(_trips(x.plan, "gather").values()) for x in reports)
     assert some < least
-    assert live_bytes(plans[1])[0].max() <= 2 * LAYER + 3 * LAYER
+    assert _most_held(reports[1])[0] <= 2 * LAYER + 3 * LAYER
 
 
 @pytest.mark.parametrize("excess", [0, 1])

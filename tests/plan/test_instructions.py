@@ -181,3 +181,17 @@ def test_the_program_has_the_collectives_of_the_list_in_its_order(schedule, hpz)
     traced = jax.make_jaxpr(zero.value_and_grad(test_schedule._unrolled))(params, tokens)
     found = list(_collectives(traced.jaxpr))
     assert len(found) > 4 * test_schedule.LAYERS and found == list(_sent(plan))
+
+
+def test_gradients_are_sent_on_where_no_weights_are_sent():
+    """Backward holds all weights, so no gather has a tie there: each bucket sends others on."""
+    plan = test_schedule._plan(
+        "unrolled", "zero3", jz.CommSchedule(live_bytes=10**9, bucket_bytes=5000)
+    )
+    assert plan.top.last_forward is not None
+    listed = [x for x in instructions_of(plan.top) if x.at > plan.top.last_forward]
+    made = [(i, x.group) for i, x in enumerate(listed) if isinstance(x, kinds.EncodeGradients)]
+    assert len(made) > test_schedule.LAYERS and not any(isinstance(x, kinds.Send) for x in listed)
+    for (_, group), (third, _) in zip(made, made[3:], strict=False):
+        _, node = [x for x in listed[:third] if isinstance(x, kinds.Reduce) and x.group == group]
+        assert node.after is not None

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero import tune
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
@@ -24,7 +23,8 @@ from jaxzero._planner.ranking import ranked
 from jaxzero._planner.rounds import RoundBounds
 from jaxzero._planner.search import Search
 
-from .test_search import CLUSTER, GB, Answer, absent
+from .small_job import CLUSTER, absent
+from .test_search import GB, Answer
 
 ROWS, WIDTH, LAYERS = 2**14, 64, 4
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
@@ -233,12 +233,6 @@ def test_the_fastest_budget_that_fits_is_chosen(limit):
             seconds[x] = bounds.predicted(step, 0.0)[0]
     assert seconds[best.candidate] <= 1.02 * min(seconds.values())
     assert best.candidate.activation_budget is not None
-
-
-def test_without_a_compiler_there_are_no_budgets():
-    options = {"quantized": False, "microbatches": (1,), "cache": None, "layers": None}
-    found = tune(loss, init, BATCH, absent(1e9), **options)
-    assert {x.candidate.activation_budget for x in found.rows} == {None}
 
 
 def test_what_the_bounder_holds_is_let_go():

@@ -8,8 +8,6 @@ import itertools
 import pytest
 
 import jaxzero as jz
-from jaxzero._planner.cluster import DEVICES
-from jaxzero._planner.target import why_no_compiler
 
 
 @pytest.mark.parametrize(
@@ -28,7 +26,8 @@ def test_clusters(options, message):
 
 
 def _mixed(*speeds):
-    devices = tuple(dataclasses.replace(DEVICES["h100"], flops=1e12 * speed) for speed in speeds)
+    kind = jz.Cluster(nodes=1, local=2, device="h100").kind
+    devices = tuple(dataclasses.replace(kind, flops=1e12 * speed) for speed in speeds)
     return jz.Cluster(nodes=len(speeds), local=2, device=devices)
 
 
@@ -65,8 +64,8 @@ def test_shares_of_no_micro_batches_are_refused():
         jz.Cluster(nodes=2, local=2).shares(0)
 
 
-def test_plans_for_gpus_without_a_compiler_say_why():
+def test_gpus_without_a_compiler():
     """AMD's modules: https://www.amd.com/en/products/accelerators/instinct.html."""
     cluster = jz.Cluster(nodes=2, local=8, device="mi300x")
     assert cluster.rates.flops < 1307.4e12 and cluster.kind.memory == 192e9
-    assert "no compiler for mi300x" in str(why_no_compiler(cluster))
+    assert cluster.kind.target is None

@@ -8,12 +8,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero import tune
 from jaxzero._hlo import Rates
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.bounds import Bounds
@@ -24,7 +22,8 @@ from jaxzero._planner.ranking import ranked
 from jaxzero._planner.rounds import RoundBounds, RoundCost
 from jaxzero._planner.search import Search
 
-from .test_search import BATCH, CLUSTER, Compiler, absent, averaged, init, loss
+from .small_job import BATCH, CLUSTER, absent, averaged, init, loss
+from .test_search import Compiler
 
 WAITING = jz.diloco(every=10)
 STREAMING = jz.streaming_diloco(every=20, fragments=2, delay=5)
@@ -182,31 +181,6 @@ def test_what_is_enumerated():
     assert f"zeropp, prefetch 1, local steps 20, 2 fragments, delay 5, {STREAMING.codec}" in names
 
 
-def test_plans_say_which_local_steps():
-    plans = tune(
-        loss,
-        init,
-        BATCH,
-        dataclasses.replace(absent(1e9), link=1e6),
-        quantized=False,
-        microbatches=(1,),
-        local_steps=[WAITING, STREAMING],
-        cache=None,
-    )
-    assert plans.local_steps is STREAMING
-    zero = jz.Zero(jz.make_mesh(2, devices=jax.devices()[:4]), plans.config)
-    assert zero.local_steps(lambda *args: (*args, {}), plans.local_steps).method == STREAMING
-    together = [row for row in plans.rows if row.candidate.local_steps is None]
-    assert together
-    assert min(row.seconds for row in together) > plans.best.seconds
-
-
-def test_by_default_there_are_none():
-    plans = tune(loss, init, BATCH, absent(1e9), microbatches=(1,), quantized=False, cache=None)
-    assert plans.local_steps is None
-    assert not [row for row in plans.rows if row.candidate.local_steps is not None]
-
-
 def test_a_loss_that_sums_over_nodes_is_left_out():
     bounder = Bounder(job(averaged), absent(1e9), is_absent=False)
     found = list(enumerate_candidates(CLUSTER, ("",), (1,), False, (WAITING,)))
@@ -214,20 +188,6 @@ def test_a_loss_that_sums_over_nodes_is_left_out():
     for candidate in [x for x in found if x.local_steps]:
         with pytest.raises(ValueError, match=r"over the axis `node`, inside `zero.local_steps`"):
             bounder.bounds(candidate)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "given", "message"),
-    [
-        (jz.Cluster(nodes=1, local=2), WAITING, "`local_steps` .* `cluster` has one node"),
-        (CLUSTER, 30, "`local_steps` must be a `jz.LocalSteps`, .*; got 30"),
-        (CLUSTER, [WAITING, "diloco"], "or a sequence of them; got"),
-    ],
-)
-def test_arguments(cluster, given, message, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
-    with pytest.raises(ValueError, match=message):
-        tune(loss, init, BATCH, cluster, local_steps=given)
 
 
 def test_batches_of_several_leaves_are_those_of_one_node():

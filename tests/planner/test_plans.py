@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 import jaxzero as jz
-from jaxzero import tune
 from jaxzero._planner.bounder import left_out
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.job import Job
@@ -97,20 +96,3 @@ def test_offload_is_advised_only_where_there_is_no_host_memory():
         with pytest.raises(ValueError, match="No plan fits in 1.0 GB") as error:
             _ = Plans(cluster, 1e9, rows, 0, (), 0, 1).best
         assert ("`host_memory`" in str(error.value)) == is_advised
-
-
-def test_without_a_compiler_no_plan_has_arrays_in_host_memory():
-    mine = dataclasses.replace(CLUSTER.kind, name="mine", target=None)
-    cluster = dataclasses.replace(CLUSTER, device=mine, host_memory=1e12)
-    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-    plans = tune(loss, init, batch, cluster, quantized=False, microbatches=(1,), cache=None)
-    assert not [row for row in plans.rows if row.candidate.offload]
-    assert plans.notes[1] == (
-        "8 plans with arrays in host memory were left out: without a compiler they have no bounds"
-    )
-
-
-def test_a_plan_is_made_for_one_kind():
-    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-    with pytest.raises(NotImplementedError, match="nodes of different devices"):
-        tune(loss, init, batch, jz.Cluster(nodes=2, local=2, device=("h100", "a100")))

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import jaxzero as jz
-from jaxzero import tune
 from jaxzero._hlo import Timeline
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
@@ -23,22 +21,10 @@ from jaxzero._planner.job import Job
 from jaxzero._planner.plans import Plans
 from jaxzero._planner.ranking import notes_on_best, ranked
 from jaxzero._planner.search import MAX_FULL, MAX_PROXIES, Search
-from jaxzero._planner.tune import check_arguments
 
-CLUSTER = jz.Cluster(nodes=2, local=2, device="h100", link=1e9)
+from .small_job import BATCH, CLUSTER, absent, averaged, init, loss
+
 GB = 1e9
-
-
-def init():
-    return {"layers": jnp.ones((4, 64, 64)), "head": jnp.ones((64, 8))}
-
-
-def loss(params, batch):
-    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["layers"])
-    return jnp.mean((x @ params["head"]) ** 2)
-
-
-BATCH = jax.ShapeDtypeStruct((16, 64), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,42 +295,8 @@ def test_programs_that_do_not_compile_are_discarded():
         searched(Compiler({}, other=broken))
 
 
-def test_without_a_compiler_plans_are_ranked_by_bounds():
-    device = jz.Device(
-        name="mine",
-        flops=1e12,
-        memory_bandwidth=1e11,
-        memory=1e9,
-        local_link=1e10,
-        host_link=1e10,
-    )
-    cluster = jz.Cluster(nodes=2, local=2, device=device, link=1e9)
-    plans = tune(loss, init, BATCH, cluster, quantized=False, cache=None)
-    assert {row.stage for row in plans.rows} == {"bound"}
-    assert "ranked by lower bounds alone" in plans.notes[0]
-    zero = jz.Zero(jz.make_mesh(2, simulate=4), plans.config)
-    params = zero.abstract(init)
-    report = zero.report(params, zero.init_optimizer(optax.adamw(1e-4), params))
-    assert plans.best.memory == sum(report.device_bytes(kind) for kind in report.kinds)
-    with pytest.raises(
-        ValueError, match="No plan fits in 1e-06 GB of a device. .* without any activation"
-    ):
-        _ = tune(loss, init, BATCH, cluster, memory=1e3, quantized=False, cache=None).best
-
-
 def weighted(params, batch):
     return jnp.sum(batch @ params["head"]), jnp.float32(8)
-
-
-def averaged(params, batch):
-    return jax.lax.pmean(jnp.mean(batch @ params["head"]), ("node", "local"))
-
-
-def absent(size):
-    """A cluster for which nothing is compiled, of 2 x 2 devices."""
-    rates = {"flops": 1e12, "memory_bandwidth": 1e11, "local_link": 1e10, "host_link": 1e10}
-    device = jz.Device(name="mine", memory=size, **rates)
-    return jz.Cluster(nodes=2, local=2, device=device, link=1e15)
 
 
 @pytest.mark.parametrize(("f", "options"), [(weighted, {"weighted": True}), (averaged, {})])
@@ -374,25 +326,3 @@ def test_a_plan_that_cannot_be_traced_is_left_out():
     search = dataclasses.replace(search, rows={}, bounds={}, notes=[])
     with pytest.raises(NotImplementedError, match="at least 4 rows"):
         search.run(candidates[1:])
-
-
-def test_ctrl_c_before_the_first_bound():
-    def stop(line):
-        raise KeyboardInterrupt
-
-    plans = tune(loss, init, BATCH, absent(1e9), cache=None, progress=stop)
-    with pytest.raises(ValueError, match="There are no plans: the search was interrupted before"):
-        _ = plans.best
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="`batch` has 6 rows, which 4 devices cannot share"):
-        tune(loss, init, jax.ShapeDtypeStruct((6, 64), jnp.float32), CLUSTER)
-    for argument, value in (("memory", -1.0), ("memory", "80GB"), ("budget", 0), ("budget", "x")):
-        given = {"memory": None, "budget": 1.0, argument: value}
-        with pytest.raises(ValueError, match=f"`{argument}` is a number of .*, above 0; got"):
-            check_arguments(CLUSTER, "step_time", microbatches=(1,), **given)
-    with pytest.raises(ValueError, match="`microbatches` must be integers above 0; got "):
-        tune(loss, init, BATCH, CLUSTER, microbatches=(0, 1))
-    with pytest.raises(ValueError, match="`loss_fn` is an empty dict"):
-        tune({}, init, BATCH, CLUSTER)

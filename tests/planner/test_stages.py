@@ -11,15 +11,14 @@ import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero import tune
 from jaxzero._planner.bounder import Bounder
 from jaxzero._planner.bounds import Bounds
 from jaxzero._planner.candidates import enumerate_candidates
 from jaxzero._planner.estimates import Estimates
 from jaxzero._planner.job import Job
 
+from .small_job import BATCH, absent, init, loss
 from .test_estimates import BOUNDS
-from .test_search import BATCH, absent, init, loss
 
 SLOW = dataclasses.replace(absent(1e9), link=1.25e6)
 
@@ -116,38 +115,3 @@ def test_activations_of_the_micro_batches_in_flight_are_expected(num, in_flight)
         estimates.draws([plans[f"zero3 in 4 stages, prefetch 1, {num} micro-batches"]])[0], axis=0
     )
     assert memory == pytest.approx(30e6 * in_flight / num, rel=0.05)
-
-
-def test_stages_win_where_links_are_slow():
-    options = {"quantized": False, "microbatches": (1, 2, 4), "cache": None}
-    plans = tune(loss, init, BATCH, SLOW, **options)
-    assert plans.stages == 2
-    without = tune(loss, init, BATCH, SLOW, layers=None, **options)
-    assert without.stages is None
-    assert without.best.seconds > 1.3 * plans.best.seconds
-    assert "make_mesh(nodes=2)" in without.code
-    # The answer, pasted, is a step.
-    code = plans.code.replace("nodes=2,", "nodes=2, simulate=4,")
-    names = {"jz": jz, "dataclasses": dataclasses, "loss_fn": loss}
-    exec(code, names)
-    params = names["zero"].init(init)
-    value, _ = names["loss_and_grads"](params, jnp.ones(BATCH.shape))
-    np.testing.assert_allclose(value, loss(init(), jnp.ones(BATCH.shape)), rtol=1e-6)
-
-
-def test_what_stages_refuse_is_left_out_with_the_reason():
-    def unrolled(params, batch):
-        for w, act in zip(params["layers"], [jnp.tanh, jnp.sin] * 2, strict=True):
-            batch = act(batch @ w)
-        return jnp.mean((batch @ params["head"]) ** 2)
-
-    options = {"quantized": False, "microbatches": (1, 2), "cache": None}
-    plans = tune({"a loop": unrolled, "a scan": loss}, init, BATCH, SLOW, **options)
-    assert (plans.stages, plans.loss) == (2, "a scan")
-    (note,) = [x for x in plans.notes if "left out" in x]
-    assert note.startswith("4 plans, `zero3 in 2 stages, prefetch 1, 2 micro-batches, a loop`")
-    assert "The layers of `jz.Stages` are unrolled, and cannot run as one" in note
-    plans = tune(loss, init, BATCH, SLOW, layers="blocks", **options)
-    assert plans.stages is None
-    (note,) = [x for x in plans.notes if "left out" in x]
-    assert "No leaf of the parameters is a stack of layers" in note

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 import jaxzero as jz
-from jaxzero import tune
 from jaxzero._hlo import Timeline
 from jaxzero._planner import bounder
 from jaxzero._planner.bounds import Bounds
@@ -191,8 +190,3 @@ def test_operations_are_those_of_all_devices():
     step = zero.value_and_grad(by_token)
     counted = matrix_flops(step, zero.abstract(init), rows(8))
     assert counted == 2 * 3 * (2 * 8 * TOKENS * WIDTH * WIDTH)  # layers, products of each
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="4 rows, which 8 devices cannot share evenly.* need one"):
-        tune(loss, init, rows(4), dataclasses.replace(CLUSTER, device="mi300x"))

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxzero as jz
 from jaxzero._program import RowInput, find_mixings, trace
 from jaxzero._program.row_states import NotAligned, as_rows, is_paired, merged, reshaped, simplified
+from jaxzero._zero import mixed_rows
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 IDS = np.array([0, 3, 1, 5, 2, 2, 4, 0], np.int32)
@@ -205,3 +207,15 @@ def test_parts_of_dims():
         reshaped(rows, (8, 6), (6, 8), 8)
     assert is_paired(((0, ((8, 1),)), (1, ((8, 1),))), 8)
     assert not is_paired(((0, ((2, 4),)), (1, ((4, 1),)), (2, ((4, 1),))), 8)
+
+
+def test_a_failure_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> Any:
+        raise KeyError("x")
+
+    monkeypatch.setattr(mixed_rows, "find_mixings", fail)
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    step = jax.jit(zero.value_and_grad(lambda params, x: jnp.sqrt(_mean(x @ params["w"]))))
+    with pytest.warns(UserWarning, match=r"could not be found out \(KeyError: 'x'\)"):
+        loss, _ = step(zero.shard({"w": np.ones((6, 4), np.float32)}), X)
+    assert np.isfinite(loss)

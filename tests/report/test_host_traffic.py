@@ -1,7 +1,4 @@
-"""What the report says is copied from and to host memory is what the compiled program copies.
-
-Also the shapes and results that are read from the text of a program.
-"""
+"""What the report says is copied from and to host memory is what the compiled program copies."""
 
 import dataclasses
 
@@ -13,7 +10,6 @@ import pytest
 import jaxzero as jz
 from benchmarks.compiled._h200 import h200_mesh
 from benchmarks.compiled._host_copies import host_copies
-from jaxzero._hlo.collectives import collectives, shapes
 from jaxzero._hlo.host_memory import compile_with_host_memory
 
 LAYERS, WIDTH, TOKENS = 5, 256, 512
@@ -83,27 +79,3 @@ def test_bytes_are_those_of_the_compiled_program(mesh, config, window, options):
     assert memory.host_output_size_in_bytes == report.host_bytes("gradients")
     rows = tokens.size * tokens.dtype.itemsize // mesh.size  # of the batch
     assert memory.argument_size_in_bytes == report.device_bytes("parameters") + rows
-
-
-@pytest.mark.parametrize(
-    "started",
-    [
-        "(f32[1024]{0}, bf16[512]{0}) all-reduce-start(%a, %b)",  # JAX 0.10
-        "((f32[1024]{0}, bf16[512]{0}), (f32[1024]{0}, bf16[512]{0})) all-reduce-start(%a, %b)",
-    ],
-)
-def test_an_all_reduce_of_several_arrays_counts_all(started: str):
-    (sent,) = collectives(f"%x = {started}, replica_groups={{{{0,1}}}}, to_apply=%add")
-    assert sent.entering_bytes == 4 * 1024 + 2 * 512
-
-
-@pytest.mark.parametrize("contexts", ["", ", u32[], u32[]", ", u32[]{:S(2)}, u32[]{:S(2)}"])
-def test_contexts_of_a_permute_are_not_sent(contexts: str):
-    started = f"(f32[8]{{0}}, f32[8]{{0}}{contexts}) collective-permute-start(%a)"
-    (sent,) = collectives(f"%x = {started}, source_target_pairs={{{{0,1}},{{1,0}}}}")
-    assert sent.entering_bytes == 4 * 8
-
-
-def test_numbers_of_4_bits_share_a_byte_if_the_layout_says_so():
-    text = "(s4[3,5]{1,0:E(4)}, s4[3,5]{1,0}, f4e2m1fn[16]{0:E(4)}, f8e5m2[16]{0}, c64[2]{0})"
-    assert [x.num_bytes for x in shapes(text)] == [8, 15, 8, 16, 16]

@@ -2,26 +2,23 @@
 
 import dataclasses
 import functools
-import io
 import itertools
 import re
-from typing import get_args
 
 import jax
 import numpy as np
 import optax
 import pytest
-from rich.console import Console
 
 import jaxzero as jz
-from jaxzero._collectives import readable_bytes
-from jaxzero._report import DETAILS, Report
-from jaxzero._report.text_table import TextTable, merge_layers, ranges, summarized, wrapped
-from jaxzero._report.timeline import waits
-from jaxzero.commands._settings import Detail
+from jaxzero import cli
 from tests.plan import test_schedule
 
+from .printed import printed, readable, spans, waits
+
 pytestmark = pytest.mark.standard_promotion  # optax
+_NEED_A_PLAN = ["gathers", "reductions", "waits", "traffic", "parts", "host", "timeline"]
+DETAILS = ["leaves", "state", *_NEED_A_PLAN]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -42,7 +39,7 @@ def test_bytes_are_those_of_the_arrays(stage):
 
 
 @functools.cache
-def _report(model="scanned", config="zeropp", prefetch=1) -> Report:
+def _report(model="scanned", config="zeropp", prefetch=1):
     zero = test_schedule._zero(config, jz.CommSchedule(prefetch=prefetch))
     params = zero.init(test_schedule._init, jax.random.key(0))
     opt_state = zero.init_optimizer(optax.adam(1e-3), params)
@@ -50,29 +47,23 @@ def _report(model="scanned", config="zeropp", prefetch=1) -> Report:
     return zero.report(params, opt_state, zero.plan(test_schedule.MODELS[model], params, tokens))
 
 
-def _lines(report: Report, detail=None, width=80) -> list[str]:
-    out = io.StringIO()
-    report.print(detail, console=Console(file=out, width=width))
-    return out.getvalue().splitlines()
-
-
 def test_five_lines_answer_the_questions():
     report = _report()
-    device, node, whole, wait, details = _lines(report)
+    device, node, whole, wait, details = printed(report)
     for kind in ("parameters", "gradients", "optimizer state"):
-        assert f"{readable_bytes(report.device_bytes(kind))} {kind}" in device
+        assert f"{readable(report.device_bytes(kind))} {kind}" in device
     traffic = report.traffic
-    assert f"{readable_bytes(traffic.node_bytes)} per step" in node
+    assert f"{readable(traffic.node_bytes)} per step" in node
     parts = {purpose: traffic.node_bytes_for(purpose) for purpose in ("weights", "gradients")}
     for purpose, size in parts.items():
-        assert f"{readable_bytes(size)} {purpose}" in node
+        assert f"{readable(size)} {purpose}" in node
     assert sum(parts.values()) + traffic.node_bytes_for("other") == traffic.node_bytes
-    layer = readable_bytes(4 * (2 * test_schedule.WIDTH**2 + test_schedule.WIDTH))
+    layer = readable(4 * (2 * test_schedule.WIDTH**2 + test_schedule.WIDTH))
     assert layer == "8.12 KiB"
     assert re.search(r"16\.12 KiB at most; largest layers \(3 leaves\), for 6 of \d+ ops", whole)
     assert "all-gather of embedding, 8.00 KiB, nothing to overlap with; 1 more" in wait
     assert details.split(maxsplit=1) == ["Details", " ".join(DETAILS)]
-    assert repr(report).splitlines() == str(report).splitlines() == _lines(report)
+    assert repr(report).splitlines() == str(report).splitlines() == printed(report)
 
 
 def test_one_node_says_what_enters_a_device():
@@ -80,45 +71,50 @@ def test_one_node_says_what_enters_a_device():
     params = zero.shard({"kernel": np.ones((7, 5), np.float32)})
     plan = zero.plan(lambda p, x: (x @ p["kernel"]).mean(), params, np.ones((8, 7), np.float32))
     report = zero.report(params, plan=plan)
-    size = readable_bytes(report.traffic.amount().device_bytes)
-    assert _lines(report)[1].startswith(f"Into device   {size} per step: ")
+    size = readable(report.traffic.amount().device_bytes)
+    assert printed(report)[1].startswith(f"Into device   {size} per step: ")
 
 
 def test_leaves_that_are_never_split_are_named_as_such():
     report = _report(config="stage 2")
-    size = readable_bytes(report.device_bytes("parameters"))
-    assert _lines(report)[2] == f"Whole         {size} always (5 leaves)"
+    size = readable(report.device_bytes("parameters"))
+    assert printed(report)[2] == f"Whole         {size} always (5 leaves)"
 
 
 def test_without_a_plan_it_says_what_to_pass():
     zero = jz.Zero(jz.make_mesh(2))
     report = zero.report(zero.shard({"kernel": np.ones((7, 5), np.float32)}))
-    lines = _lines(report)
+    lines = printed(report)
     assert len(lines) == 5 and lines[4].split(maxsplit=1) == ["Details", "leaves state"]
     assert all("plan=zero.plan(loss_fn, params, batch)" in lines[i] for i in (1, 3))
     with pytest.raises(ValueError, match="'gathers' .* no plan .* Pass `plan=zero.plan"):
         report.print("gathers")
-    assert any("dim 0" in line for line in _lines(report, "leaves"))
+    assert any("dim 0" in line for line in printed(report, "leaves"))
 
 
 def test_an_unknown_detail_lists_those_there_are():
     with pytest.raises(ValueError, match=f"one of {', '.join(DETAILS)}, .* got 'leafs'"):
         _report().print(["leaves", "leafs"])
-    assert get_args(Detail) == DETAILS
+
+
+def test_the_command_knows_all_details(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--help"])
+    assert f"{{{','.join(DETAILS)}}}" in "".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("model", ["scanned", "unrolled"])
 def test_every_line_fits_and_every_name_is_whole(model, width):
     report = _report(model)
-    lines = _lines(report, DETAILS, width)
+    lines = printed(report, DETAILS, width)
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
     text = " ".join(line.strip() for line in lines)
     for row in report.rows:
         if row.kind == "parameters":
             assert f" {row.path} " in text
-    tables = [_lines(report, name, width)[5:] for name in DETAILS]
+    tables = [printed(report, name, width)[5:] for name in DETAILS]
     assert list(itertools.chain(*tables)) == lines[5:]  # each detail is a table of its own
 
 
@@ -131,7 +127,7 @@ def test_long_names_take_their_own_lines():
     plan = zero.plan(
         lambda p, x: (x @ p[name] @ p[longer]).mean(), params, np.ones((8, 8), np.float32)
     )
-    lines = _lines(zero.report(params, plan=plan), DETAILS)
+    lines = printed(zero.report(params, plan=plan), DETAILS)
     assert len([line for line in lines[:5] if line]) == 5
     assert max(map(len, lines)) <= 80
     assert name in lines
@@ -140,25 +136,27 @@ def test_long_names_take_their_own_lines():
 
 def test_buckets_hold_the_bytes_of_the_plan():
     report = _report("unrolled", "zero3")
-    lines = _lines(report, "gathers")
+    lines = printed(report, "gathers")
     some = [step for step in report.plan.steps if step.action == "gather"]
-    total = readable_bytes(sum(step.num_bytes * step.trips for step in some))
+    total = readable(sum(step.num_bytes * step.trips for step in some))
     num = len({(step.path, step.group) for step in some})
     assert lines[6] == f"All-gathers: {num} buckets, {total} whole in a run."
 
 
 def test_a_plan_without_prefetch_waits_for_everything():
     report = _report(prefetch=0)
-    assert report.plan is not None
-    found = waits(report.plan)
-    assert sum(wait.num_bytes * wait.trips for wait in found if wait.action == "all-gather") == sum(
-        step.num_bytes * step.trips for step in report.plan.steps if step.action == "gather"
+    gathers = [x for x in waits(report) if x.action == "all-gather"]
+    found = [(x.region, x.names, x.trips, x.size) for x in gathers]
+    assert sorted(found) == sorted(
+        (x.region, x.names, x.trips, readable(x.num_bytes))
+        for x in spans(report)
+        if x.action == "gather"
     )
-    assert len(waits(_report().plan)) < len(found)
+    assert len(waits(_report())) < len(waits(report))
 
 
 def test_what_is_prefetched_waits_for_nothing():
-    exposed = {(wait.action, wait.names) for wait in waits(_report().plan)}
+    exposed = {(wait.action, wait.names) for wait in waits(_report())}
     assert exposed == {("all-gather", ("embedding",)), ("reduce-scatter", ("embedding",))}
 
 
@@ -169,51 +167,13 @@ def test_slices_made_before_the_program_are_exposed(prefetch):
     params = zero.init(test_schedule._init, jax.random.key(0))
     tokens = np.zeros((16, 8), np.int32)
     plan = zero.plan(test_schedule.MODELS["scanned"], params, tokens, microbatches=2)
-    before = [wait.num_bytes for wait in waits(plan) if wait.region == "before forward"]
-    assert before == ([] if prefetch else [plan.slice_bytes])
-    lines = _lines(zero.report(params, plan=plan), "gathers")
+    report = zero.report(params, plan=plan)
+    before = [wait.size for wait in waits(report) if wait.region == "before forward"]
+    assert before == ([] if prefetch else [readable(plan.slice_bytes)])
+    lines = printed(report, "gathers")
     first = "In the first of 2 micro-batches; the others gather from node slices (hpZ)."
     assert (first if prefetch else "In each of 2 micro-batches.") in lines
     assert ("in each later micro-batch" in str(plan)) == bool(prefetch)
-
-
-def test_equal_layers_share_a_row():
-    rows = [
-        (("layers.0.up", "layers.0.down"), ("1 B",)),
-        (("layers.1.up", "layers.1.down"), ("1 B",)),
-        (("layers.2.up", "layers.2.down"), ("2 B",)),
-        (("layers.3.up", "layers.3.down"), ("1 B",)),
-        (("head",), ("1 B",)),
-    ]
-    found = [(row.names, row.members) for row in merge_layers(rows)]
-    assert found == [
-        (("layers[0..1,3].up", "layers[0..1,3].down"), (0, 1, 3)),
-        (("layers.2.up", "layers.2.down"), (2,)),
-        (("head",), (4,)),
-    ]
-
-
-def test_experts_of_layers_share_a_row():
-    names = [f"layers.{i}.experts.{j}.up" for i in range(3) for j in range(4)]
-    (row,) = merge_layers([((name,), ()) for name in names])
-    assert row.names == ("layers[0..2].experts[0..3].up",)
-    assert row.members == tuple(range(12))
-
-
-def test_names_of_a_bucket_in_few_words():
-    assert summarized(["a.b"]) == "a.b"
-    assert summarized(["a.0.x", "a.0.y", "a.0.x"]) == "a.0 (2 leaves)"
-    assert summarized(["a.x", "b.x", "c"]) == "a.x and 2 more"
-    assert ranges([4, 0, 1, 2]) == "0..2,4"
-
-
-def test_text_is_wrapped_and_not_cut():
-    assert wrapped("a.b.c d", 4) == ["a.b.", "c d"]
-    assert "".join(wrapped("x" * 30, 7)) == "x" * 30
-    table = TextTable(headings=("name", "value"), rows=[("n" * 50, "v " * 40)])
-    lines = table.lines(40)
-    assert max(map(len, lines)) <= 40
-    assert "".join(lines).count("n" * 10) == 5 and "".join(lines).count("v") == 41
 
 
 def test_rows_stay_plain_data():

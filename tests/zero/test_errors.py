@@ -13,8 +13,6 @@ from flax import nnx
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._mesh import check_mesh
-from jaxzero._zero.arguments import argument_numbers
 from jaxzero.interop import ArrayTensor
 from tests import zoo
 
@@ -106,12 +104,12 @@ def test_mesh_without_our_axes():
 
 @pytest.mark.parametrize(
     "mesh",
-    [jz.make_mesh, jz.zero3(), jax.sharding.AbstractMesh((2, 4), ("node", "local"))],
-    ids=["function", "config", "abstract"],
+    [jz.make_mesh, (2, 4), jax.sharding.AbstractMesh((2, 4), ("node", "local"))],
+    ids=["function", "shape", "abstract"],
 )
-def test_something_else_than_a_mesh(mesh):
+def test_something_else_than_a_mesh(mesh, annotations_unchecked):
     with _raises("`mesh` must be a mesh of devices", "jz.make_mesh()", "got"):
-        check_mesh(mesh)
+        jz.Zero(mesh)
 
 
 def test_a_zero_without_a_mesh():
@@ -221,10 +219,11 @@ def test_argnums_out_of_range(zero, params):
 
 
 @pytest.mark.parametrize("argnums", ["params", None, (0, "x"), 1.0])
-def test_argnums_that_are_no_positions(argnums):
-    for name in ("argnums", "tangent_argnums"):
-        with _raises(f"`{name}` must be the position", repr(argnums)):
-            argument_numbers(argnums, name)
+def test_argnums_that_are_no_positions(zero, params, argnums, annotations_unchecked):
+    with _raises("`argnums` must be the position", repr(argnums)):
+        zero.value_and_grad(_loss, argnums)
+    with _raises("`tangent_argnums` must be the position", repr(argnums)):
+        zero.plan(_loss, params, _batch(), tangent_argnums=argnums)
 
 
 def test_argnums_of_the_batch(zero, params):

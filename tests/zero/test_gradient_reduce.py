@@ -15,7 +15,6 @@ from flax.linen import fp8_ops
 from rich.console import Console
 
 import jaxzero as jz
-from jaxzero._sharding import overwritten_leaves
 from tests import zoo
 
 OWG = "_overwrite_with_gradient"
@@ -319,22 +318,30 @@ def test_local_steps_do_not_exchange_it():
 # What is state, and what is shown and refused.
 
 
+def _are_state(tree):
+    """For each leaf: whether it has no momentum, since its gradient is its next value."""
+    zero = jz.Zero(jz.make_mesh(nodes=2))
+    params = zero.abstract(lambda: tree)
+    momenta = zero.init_optimizer(optax.trace(0.9), params).trace
+    trained = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(momenta)}
+    leaves = jax.tree.leaves_with_path(params)
+    return [jax.tree_util.keystr(path) not in trained for path, _ in leaves]
+
+
 def test_recognized_by_collection_type_and_names():
+    x = jnp.ones(8)
     names = [
         f"{x}_{y}" for x in ("input", "kernel", "output_grad") for y in ("scale", "amax_history")
     ]
-    layer = dict.fromkeys(names, 0)
-    assert all(overwritten_leaves({OWG: {"dense": {"anything": 0}}}))
-    assert all(overwritten_leaves({"dense": layer}))
-    assert not any(
-        overwritten_leaves(
-            {"dense": {"input_scale": 0, "kernel": 0}, "other": layer["input_scale"]}
-        )
-    )
-    assert overwritten_leaves({"dense": {**layer, "bias": 0}}).count(False) == 1
-    of_state = overwritten_leaves(nnx.state(Fp8(nnx.Rngs(0))))
-    assert of_state.count(True) == 6
-    assert of_state.count(False) == 1
+    layer = dict.fromkeys(names, x)
+    assert _are_state({OWG: {"dense": {"anything": x}}}) == [True]
+    assert _are_state({"dense": layer}) == [True] * 6
+    others = {"dense": {"input_scale": x, "kernel": x}, "other": x}
+    assert _are_state(others) == [False] * 3
+    assert _are_state({"dense": {**layer, "bias": x}}) == [False, *[True] * 6]
+    of_module = _are_state(nnx.state(Fp8(nnx.Rngs(0))))
+    assert (of_module.count(True), of_module.count(False)) == (6, 1)
+    assert _are_state(nnx.State({"a": TYPED(x), "b": nnx.Param(x)})) == [True, False]
 
 
 def test_plan_and_report_show_the_reduction():

@@ -21,7 +21,6 @@ from flax import nnx
 from jax import lax
 
 import jaxzero as jz
-from jaxzero._zero import mixed_rows
 
 pytestmark = pytest.mark.standard_promotion
 AXES = ("node", "local")
@@ -326,14 +325,3 @@ def test_it_is_said_once():
         for _ in range(3):
             jax.eval_shape(step, params, BATCH)
     assert len(found) == 1
-
-
-def test_a_failure_is_told_and_training_goes_on(monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: Any) -> Any:
-        raise KeyError("x")
-
-    monkeypatch.setattr(mixed_rows, "find_mixings", fail)
-    zero = jz.Zero(jz.make_mesh(nodes=2))
-    with pytest.warns(UserWarning, match=r"could not be found out \(KeyError: 'x'\)"):
-        loss, _ = jax.jit(zero.value_and_grad(root))(zero.shard(PARAMS), BATCH)
-    assert np.isfinite(loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import weakref
 
@@ -14,8 +13,6 @@ import pytest
 from jax.sharding import NamedSharding
 
 import jaxzero as jz
-from jaxzero._without_gc import without_gc
-from jaxzero._zero import programs as programs_module
 from tests import zoo
 from tests.zero.compiles import COMPILES
 
@@ -137,46 +134,18 @@ def test_kept_programs_hold_no_arrays(auto, request):
         return lambda params, x: jnp.mean(x @ params["body"]["w"] @ params["head"] * table.rows)
 
     gc.freeze()  # what other tests have left need not be looked through
-    request.addfinalizer(gc.unfreeze)
+    for restore in (gc.unfreeze, gc.enable):
+        request.addfinalizer(restore)
+    gc.disable()
     params, x = auto.shard(whole_params()), make_rows(auto)
     for new, collects in ((new_loss, True), (new_plain, False)):
         table = Table()
         alive = weakref.ref(table)
-        with without_gc():
-            auto.apply(new(table))(params, x)
-            del table
-            if collects:  # `scaled` and its rule refer to each other
-                gc.collect()
-            assert alive() is None
-
-
-def test_programs_of_equal_text_are_told_apart(auto):
-    programs = auto._programs
-    for shape in ((2,), (3,)):  # of an argument that is not used, and so not in the text
-        np.testing.assert_array_equal(programs.run(lambda x: jnp.zeros(4), jnp.ones(shape)), 0)
-    weak = [programs.run(lambda x, one=one: x + one, 1.0) for one in (1.0, np.float32(1))]
-    assert [x.weak_type for x in weak] == [True, False]
-    assert programs.run(lambda x: {"x": x, "name": "mse", "none": None}, 1.0)["name"] == "mse"
-
-
-def test_as_many_programs_are_kept_as_is_said(auto, monkeypatch):
-    monkeypatch.setattr(programs_module, "_MOST_KEPT", 2)
-    programs = programs_module.Programs(auto.mesh)
-    compiled = []
-    for size in (1, 2, 3, 3, 2, 1):
-        before = len(COMPILES)
-        programs.run(lambda x: x + 1, np.ones(size))
-        compiled.append(len(COMPILES) - before)
-    assert compiled == [1, 1, 1, 0, 0, 1]
-
-
-def test_threads_share_programs(auto):
-    programs = programs_module.Programs(auto.mesh)
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        sizes = [1 + i % 3 for i in range(24)]
-        sums = list(pool.map(lambda n: programs.run(jnp.sum, np.ones(n, np.float32)), sizes))
-    assert list(map(float, sums)) == sizes
-    assert len(programs._kept) == 3
+        auto.apply(new(table))(params, x)
+        del table
+        if collects:  # `scaled` and its rule refer to each other
+            gc.collect()
+        assert alive() is None
 
 
 def test_a_program_that_prints_is_kept_with_its_words(auto, capsys):
