@@ -15,7 +15,6 @@ from jax import lax
 import jaxzero as jz
 from jaxzero import extend
 from jaxzero import pallas_kernels as pk
-from jaxzero.pallas_kernels import _format
 from tests import zoo
 
 NODES, LOCAL = 2, 4
@@ -314,31 +313,8 @@ def test_there_are_no_kernels_for_it(codec):
     assert dataclasses.replace(codec, implementation="xla") == codec
 
 
-def test_kernels_take_no_kind_for_another(monkeypatch):
+def test_kernels_take_no_kind_for_another():
     with pytest.raises(ValueError, match='`kind` must be "int8", .*; got .int6.*extend.Codec'):
         object.__setattr__(wrong := pk.Format(), "kind", "int6")
         wrong.__post_init__()
-    kind = _format.CodeKind(bits=6, is_integer=True, limit=31.0)
-    monkeypatch.setattr(_format, "KINDS", {**_format.KINDS, "int6": kind})
-    object.__setattr__(six := pk.Format(), "kind", "int6")
-    assert (six.bits, six.limit) == (6, 31.0)
-    x = jnp.ones((1, 1, 256))
-    with pytest.raises(NotImplementedError, match="pack codes of 4 or 8 bits; got 6 bits"):
-        pk.quantize(x, six)
-    with pytest.raises(NotImplementedError, match="pack codes of 4 or 8 bits; got 6 bits"):
-        pk.dequantize(jnp.zeros((1, 194), jnp.uint8), six, outer=1, inner=256, dtype=jnp.float32)
-    with pytest.raises(NotImplementedError, match="4 or 8 bits"):
-        _ = six.codes_per_byte  # what tiles and walks ask
     assert "kernels for int8" in (pk.kind_gap("mosaic_gpu", "int6") or "")
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_packing_codes_of_any_size(bits):
-    from jaxzero._codecs.blockwise import pack, unpack
-
-    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 24)).astype(np.uint8)
-    packed = np.asarray(pack(jnp.asarray(codes), bits))
-    for row, message in zip(codes, packed, strict=True):
-        number = sum(int(code) << (bits * i) for i, code in enumerate(row))
-        assert message.tobytes() == number.to_bytes(3 * bits, "little")
-    np.testing.assert_array_equal(unpack(jnp.asarray(packed), bits), codes)

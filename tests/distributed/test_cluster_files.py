@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxzero._processes.exit_codes import MISTAKE
 from jaxzero.distributed import DIVERGED, PEER_LOST, STOPPED
-from jaxzero.launch._child import environment, slots
+from jaxzero.launch import Launch, launch
 
+MISTAKE = 2  # in the arguments, as of `argparse`
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 # Options of sbatch that a file of ours may use, and the form of their values.
@@ -252,11 +252,10 @@ class TestJobSet:
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
-    def test_what_processes_are_told(self, jobset, job, pod):
+    def test_what_processes_are_told(self, jobset, job, pod, capfd):
         told = {each["name"]: each for each in pod["containers"][0]["env"]}
-        (slot,) = slots([0], 1, None)
-        ours = environment(slot, processes=1, port=1, restarts=0, cpu_devices=None)
-        known = {name for name in ours if name.startswith("JAXZERO_")}
+        assert launch(Launch(nodes=1, command=("env",))) == 0
+        known = set(re.findall(r"^JAXZERO_\w+", capfd.readouterr().out, re.MULTILINE))
         assert told.keys() == known - {"JAXZERO_RESTARTS"}
         for name in ("JAXZERO_PROCESS_ID", "JAXZERO_NODE"):
             path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

@@ -2,14 +2,20 @@
 
     python save_by_processes.py ADDRESS NUMBER COUNT SOURCE DIRECTORY
 
-It prints, as JSON, what happened to a save whose second file cannot be written.
+It prints, as JSON, what happened to a save that process 1 cannot write all of, and to one of which
+the file system does not keep what process 1 writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import jax
 from jax.sharding import AxisType
@@ -23,7 +29,6 @@ def main(address: str, number: int, count: int, source: Path, directory: Path) -
     import jaxzero as jz
     from jaxzero import interop
     from jaxzero.interop import Merge, Rule, Transpose
-    from jaxzero.interop._safetensors import write
 
     rules = [
         Rule("stack", "layers.{i}.weight", Transpose()),
@@ -40,16 +45,29 @@ def main(address: str, number: int, count: int, source: Path, directory: Path) -
         tensors = interop.tensors_from(zero.shard(loaded), rules, like=loaded)
         interop.save_tensors(tensors, directory / name, max_shard_bytes=500, source=source)
 
-    if number == 1:
-        write.write_box = _full_disk
+    said = {}
+    for name, fault in (("full", _full_disk()), ("lost", _lost_writes())):
+        with fault if number == 1 else contextlib.nullcontext():
+            try:
+                interop.save_tensors(tensors, directory / name, max_shard_bytes=500)
+            except Exception as error:
+                said[name] = [type(error).__name__, str(error)]
+    print(json.dumps(said))
+
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    """Room for the probe of a file system, and for no tensor."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
-        interop.save_tensors(tensors, directory / "failed", max_shard_bytes=500)
-    except Exception as error:
-        print(json.dumps([type(error).__name__, str(error)]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def _full_disk(*args):
-    raise OSError("No space left on device")
+def _lost_writes() -> contextlib.AbstractContextManager:
+    return mock.patch.object(os, "pwrite", lambda descriptor, data, offset: len(data))
 
 
 if __name__ == "__main__":

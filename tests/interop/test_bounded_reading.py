@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxzero import cli, interop
-from jaxzero._text import escaped, shown
 from jaxzero.interop import ArrayTensor
 
 from .fuzzing import bounds, check_refusal
@@ -182,22 +181,3 @@ def test_names_are_escaped(tmp_path: Path):
         with pytest.raises(ValueError) as caught:
             interop.open_checkpoint(path)
         check_refusal(caught.value, path)
-
-
-def test_shown():
-    nested = [[[[[[1]]]]]]
-    for value, text in [
-        ("a\x1b[2J\u202e\ud800", r"'a\x1b[2J\u202e\ud800'"),
-        ((1,), "(1,)"),
-        ((1, 2.5, None, True), "(1, 2.5, None, True)"),
-        (10**100, "an integer of 333 bits"),
-        ({"a": [1, 2]}, "{'a': [1, 2]}"),
-        (list(range(9)), "[0, 1, 2, 3, 4, 5, 6, 7, ...]"),
-        (nested, "[[[[...]]]]"),
-        ([], "[]"),
-        (b"\x00", r"b'\x00'"),
-        (Path("a"), "a PosixPath"),
-    ]:
-        assert shown(value) == text
-    assert len(shown("x" * 10**6)) < 300
-    assert escaped("a\x1b'b") == "a\\x1b'b"

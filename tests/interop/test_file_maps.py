@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 import jaxzero as jz
 from jaxzero import interop
-from jaxzero._zero.transfers import Transfers
 from jaxzero.interop import FileTensor
 
 SHAPE = (512, 256)  # large enough to be mapped
@@ -116,17 +115,6 @@ def test_rows_that_collide_in_the_cache(tmp_path: Path, dtype, nodes: int):
     loaded = zero.unshard(zero.shard({k: x.transpose() for k, x in tensors.items()}))
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array.T, strict=True)
-
-
-def test_which_arrays_are_copied_to_rows_further_apart():
-    with Transfers() as transfers:
-        square = np.arange(32 * 2048, dtype=np.uint16).reshape(32, 2048)
-        copy = transfers.spread_rows(square.T)
-        np.testing.assert_array_equal(copy, square.T, strict=True)
-        assert copy.strides == (2, 4096 + 64)
-        column, large = square[:, :1].T, np.empty((2**13, 2**12), np.uint8).T
-        for kept in (square, square[:, :2000].copy().T, square[0], column, large):
-            assert transfers.spread_rows(kept) is kept
 
 
 def test_which_tensors_are_borrowed_without_a_copy(written):

@@ -53,7 +53,7 @@ def test_a_form_that_returns_something_else_is_refused(tmp_path):
 
 def test_a_class_is_no_form():
     with pytest.raises(ValueError, match=r"such as `MyForm\(\)`; got <class"):
-        forms.check_form(_Raw)
+        interop.register_checkpoint_form(_Raw)
 
 
 class _Family(interop.DecoderFamily):
@@ -83,7 +83,7 @@ def test_no_family_is_refused():
 
     for wrong in (_Family, Nameless(), "llama"):
         with pytest.raises(ValueError, match="instance of a subclass of `interop.DecoderFamily`"):
-            families.check_family(wrong)
+            interop.register_decoder_family(wrong)
 
 
 def test_a_known_family_reads_a_config_whatever_its_model_type(tmp_path):

@@ -129,6 +129,15 @@ def test_alignment_paddings(monkeypatch, case: str, paddings):
         opened(monkeypatch, case, optimizer=change)
 
 
+def test_paddings_that_are_not_one_for_each_parameter(monkeypatch):
+    def change(state):
+        state["optimizer_state_dict"]["param_alignment_paddings"] = [[0]]
+
+    message = r"optim_states\.pt' has 1 paddings for the 3 parameters of group 0"
+    with pytest.raises(ValueError, match=message):
+        opened(monkeypatch, "zero2", optimizer=change)
+
+
 def test_paddings_that_were_zeroed_or_added(monkeypatch):
     def zeroed(state):
         state["optimizer_state_dict"]["param_alignment_paddings"] = [[0] * 3, [0] * 4]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+import jax
 import numpy as np
 import pytest
 
+from jaxzero import interop
 from jaxzero.interop import (
     ArrayTensor,
     Flatten,
+    LazyTensor,
     Merge,
     MergeHeads,
     Rule,
@@ -18,7 +21,6 @@ from jaxzero.interop import (
     Transpose,
     Unflatten,
 )
-from jaxzero.interop._rules.apply import to_ours, to_theirs
 
 RULES = (
     Rule("embed", "wte.weight"),
@@ -74,14 +76,20 @@ def shapes_of(arrays: dict[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in arrays.items()}
 
 
+def load(rules, shapes: dict, tensors: dict, **options) -> dict[str, LazyTensor]:
+    """`interop.load_into` for a tree that is flat: each path is a key."""
+    tree = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    return interop.load_into(tree, tensors, rules=rules, **options)
+
+
 def test_rules_in_both_directions():
     held = checkpoint()
     wanted = parameters(held)
-    loaded = to_ours(RULES, shapes_of(wanted), lazy(held), where="here")
+    loaded = load(RULES, shapes_of(wanted), lazy(held))
     assert loaded.keys() == wanted.keys()
     for path, array in wanted.items():
         np.testing.assert_array_equal(loaded[path].read(), array, strict=True)
-    written = to_theirs(RULES, lazy(wanted))
+    written = interop.tensors_from(wanted, RULES)
     assert written.keys() == held.keys()
     for name, array in held.items():
         np.testing.assert_array_equal(written[name].read(), array, strict=True)
@@ -96,13 +104,19 @@ def test_a_rule_is_written_as_it_is_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"h.1.fc.weight": None}, r"checkpoint here lacks 'h\.1\.fc\.weight'\. The rules must"),
+        (
+            {"h.1.fc.weight": None},
+            r"checkpoint in `source` lacks 'h\.1\.fc\.weight'\. The rules must",
+        ),
         ({"h.1.experts.2.w": None}, r"lacks 'h\.1\.experts\.2\.w'"),
         ({"h.2.qk": (8, 4)}, r"holds unknown 'h\.2\.qk'.* in `ignore`"),
         ({"h.0.experts.3.w": (4, 9)}, r"holds unknown 'h\.0\.experts\.3\.w'"),
-        ({"h.0.qk": (9, 4)}, r"'h\.0\.qk' here has shape \(9, 4\), but .* asks for \(8, 4\)"),
+        (
+            {"h.0.qk": (9, 4)},
+            r"'h\.0\.qk' in `source` has shape \(9, 4\), but .* asks for \(8, 4\)",
+        ),
         ({"h.0.gate": (5, 3)}, r"'h\.0\.gate' .* \(5, 4\) \(its `layers\.0\.gate_up`\)"),
-        ({"heads": (2, 2, 4, 5)}, r"'heads' here has shape .* asks for \(3, 2, 4, 5\)"),
+        ({"heads": (2, 2, 4, 5)}, r"'heads' in `source` has shape .* asks for \(3, 2, 4, 5\)"),
     ],
 )
 def test_tensors_that_do_not_fit(change: dict, message: str):
@@ -111,17 +125,15 @@ def test_tensors_that_do_not_fit(change: dict, message: str):
     held |= {name: np.zeros(shape) for name, shape in change.items() if shape is not None}
     held = {name: array for name, array in held.items() if change.get(name, ()) is not None}
     with pytest.raises(ValueError, match=message):
-        to_ours(RULES, wanted, lazy(held), where="here")
+        load(RULES, wanted, lazy(held))
 
 
 def test_ignored_tensors():
     held = {"a": np.zeros(2), "pooler.weight": np.zeros(3), "pooler.bias": np.zeros(3)}
     rules = [Rule("x", "a")]
-    assert to_ours(rules, {"x": (2,)}, lazy(held), where="here", ignore=["pooler.*"]).keys() == {
-        "x"
-    }
+    assert load(rules, {"x": (2,)}, lazy(held), ignore=["pooler.*"]).keys() == {"x"}
     with pytest.raises(ValueError, match=r"holds unknown 'pooler\.bias', 'pooler\.weight'\."):
-        to_ours(rules, {"x": (2,)}, lazy(held), where="here")
+        load(rules, {"x": (2,)}, lazy(held))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +175,7 @@ def test_ignored_tensors():
 )
 def test_rules_that_do_not_fit_the_tree(rules, shapes, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
-        to_ours(rules, shapes, {}, where="here")
+        load(rules, shapes, {})
 
 
 def fused_by_numpy(parts: list[np.ndarray], num_heads: int) -> np.ndarray:
@@ -181,12 +193,12 @@ def test_parts_fused_head_by_head(sizes: int | tuple[int, ...], rank: int):
     fused = {"qkv": fused_by_numpy(parts, 5)}
     wanted = dict(zip("qkv", (part.T for part in parts), strict=True))
     rules = [Rule(("q", "k", "v"), "qkv", SplitHeads(0, 5, sizes), Transpose())]
-    loaded = to_ours(rules, shapes_of(wanted), lazy(fused), where="here")
+    loaded = load(rules, shapes_of(wanted), lazy(fused))
     for path, array in wanted.items():
         np.testing.assert_array_equal(loaded[path].read(), array, strict=True)
-    np.testing.assert_array_equal(to_theirs(rules, lazy(wanted))["qkv"].read(), fused["qkv"])
+    np.testing.assert_array_equal(interop.tensors_from(wanted, rules)["qkv"].read(), fused["qkv"])
     back = [Rule("qkv", ("q", "k", "v"), Transpose(), MergeHeads(0, 5, sizes))]
-    again = to_ours(back, shapes_of(fused), lazy(wanted), where="here")
+    again = load(back, shapes_of(fused), lazy(wanted))
     np.testing.assert_array_equal(again["qkv"].read(), fused["qkv"], strict=True)
 
 
@@ -205,9 +217,9 @@ def test_dims_counted_from_the_end(dims: tuple[int, ...]):
     """On a cube a wrong inverse shows in values only."""
     held = {"x": np.arange(27.0).reshape(3, 3, 3)}
     rules = [Rule("p", "x", Transpose(*dims))]
-    loaded = to_ours(rules, {"p": (3, 3, 3)}, lazy(held), where="here")["p"].read()
+    loaded = load(rules, {"p": (3, 3, 3)}, lazy(held))["p"].read()
     np.testing.assert_array_equal(loaded, held["x"].transpose(dims))
-    back = to_theirs(rules, lazy({"p": loaded}))["x"].read()
+    back = interop.tensors_from({"p": loaded}, rules)["x"].read()
     np.testing.assert_array_equal(back, held["x"])
 
 
@@ -220,9 +232,9 @@ def test_sizes_in_other_containers(kind: type):
     )
     held = {"x": np.arange(24.0).reshape(4, 6)}
     rules = [Rule("p", "x", Unflatten(1, kind([2, 3])), Flatten(0, kind([4, 2])))]
-    loaded = to_ours(rules, {"p": (8, 3)}, lazy(held), where="here")["p"].read()
+    loaded = load(rules, {"p": (8, 3)}, lazy(held))["p"].read()
     np.testing.assert_array_equal(loaded, held["x"].reshape(8, 3))
-    np.testing.assert_array_equal(to_theirs(rules, lazy({"p": loaded}))["x"].read(), held["x"])
+    np.testing.assert_array_equal(interop.tensors_from({"p": loaded}, rules)["x"].read(), held["x"])
 
 
 @pytest.mark.parametrize(
@@ -255,11 +267,11 @@ def test_one_parameter_under_two_names():
         [Rule("embed", ("wte.weight", "head.weight"))],
     ):
         with pytest.raises(ValueError, match=r"tied weights\), keep the rule for one.*`ignore`"):
-            to_theirs(rules, lazy(table))
-    tensors = to_theirs([Rule("embed", "wte.weight")], lazy(table))
+            interop.tensors_from(table, rules)
+    tensors = interop.tensors_from(table, [Rule("embed", "wte.weight")])
     tensors["head.weight"] = tensors["wte.weight"]
     rules = [Rule("embed", "wte.weight")]
-    loaded = to_ours(rules, {"embed": (3, 2)}, tensors, where="here", ignore=["head.weight"])
+    loaded = load(rules, {"embed": (3, 2)}, tensors, ignore=["head.weight"])
     np.testing.assert_array_equal(loaded["embed"].read(), table["embed"])
     np.testing.assert_array_equal(tensors["head.weight"].read(), table["embed"])
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +17,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxzero import interop
-from jaxzero._processes import atomic
 from jaxzero.interop import ArrayTensor
-from jaxzero.interop._safetensors.header import DTYPES
-from jaxzero.interop._safetensors.write import create_file, write_boxes
 from tests.processes import run
+
+# The dtypes of the library of which numpy has one.
+DTYPES = (
+    *("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn"),
+    *("int16", "uint16", "float16", "bfloat16"),
+    *("int32", "uint32", "float32", "int64", "uint64", "float64"),
+)
 
 
 def lazy(arrays: dict[str, np.ndarray]) -> dict[str, ArrayTensor]:
@@ -28,7 +35,8 @@ def lazy(arrays: dict[str, np.ndarray]) -> dict[str, ArrayTensor]:
 def test_bytes_are_those_of_the_library(tmp_path: Path):
     rng = np.random.default_rng(0)
     held = {}
-    for name, dtype in DTYPES.items():
+    for name in DTYPES:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
         held[f"b.{name}"] = (3 * rng.normal(size=(3, 5))).astype(dtype)
         held[f"a.{name}"] = np.zeros((), dtype)
         held[f"c.{name}"] = np.zeros((0, 4), dtype)
@@ -48,7 +56,21 @@ def test_tensors_in_another_memory_order_are_written_piece_by_piece(tmp_path: Pa
     )
 
 
-def test_boxes_of_several_writers_make_the_file_of_one(tmp_path: Path, monkeypatch):
+@dataclasses.dataclass(frozen=True)
+class InBoxes(ArrayTensor):
+    """An array that its process writes box by box, as one that is split over processes."""
+
+    boxes: tuple = ()
+
+    @property
+    def collective(self) -> bool:
+        return True
+
+    def own_boxes(self) -> list:
+        return list(self.boxes)
+
+
+def test_boxes_make_the_file_of_one_writer(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("jaxzero.interop._safetensors.write._CHUNK_BYTES", 64)
     rng = np.random.default_rng(0)
     held = {
@@ -57,17 +79,15 @@ def test_boxes_of_several_writers_make_the_file_of_one(tmp_path: Path, monkeypat
         "one": np.ones((), np.float32),
         "none": np.zeros((0, 3), np.float32),
     }
-    boxes: list[dict] = [
-        {"cube": [((0, 5), (0, 6), (2, 5))], "row": [((4, 9),)], "one": [()], "none": []},
-        {"cube": [((1, 4), (1, 3), (5, 7)), ((0, 5), (0, 6), (0, 2))], "row": [], "one": []},
-        {"cube": [((0, 1), (0, 6), (5, 7)), ((4, 5), (0, 6), (5, 7))], "row": [((0, 4),)]},
-        {"cube": [((1, 4), (0, 1), (5, 7)), ((1, 4), (3, 6), (5, 7))]},
-    ]
-    create_file(tmp_path / "ours", lazy(held))
-    for part in boxes:
-        write_boxes(tmp_path / "ours", lazy(held), {name: [] for name in held} | part)
+    cube = [((0, 5), (0, 6), (2, 5)), ((1, 4), (1, 3), (5, 7)), ((0, 5), (0, 6), (0, 2))]
+    cube += [((0, 1), (0, 6), (5, 7)), ((4, 5), (0, 6), (5, 7))]
+    cube += [((1, 4), (0, 1), (5, 7)), ((1, 4), (3, 6), (5, 7))]
+    boxes = {"cube": cube, "row": [((4, 9),), ((0, 4),)], "one": [()], "none": []}
+    tensors = {name: InBoxes(x, name, tuple(boxes[name])) for name, x in held.items()}
+    interop.save_tensors(tensors, tmp_path / "ours")
     save_file(held, tmp_path / "theirs", {"format": "pt"})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    ours = (tmp_path / "ours" / "model.safetensors").read_bytes()
+    assert ours == (tmp_path / "theirs").read_bytes()
 
 
 def test_files_are_as_large_as_they_may_be(tmp_path: Path):
@@ -266,21 +286,18 @@ def test_elements_that_no_process_holds_are_missed(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_that_keeps_one_writer_is_refused(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(atomic, "process_count", lambda: 2)  # the other one writes nothing
-    (tmp_path / "probe").write_bytes(bytes(2))
-    atomic._write_probe(tmp_path / "probe", 0)
-    with pytest.raises(OSError, match="does not keep what several processes write .* 2 bytes .* 1"):
-        atomic._check_probe(tmp_path / "probe")
-    atomic._write_probe(tmp_path / "probe", 1)
-    atomic._check_probe(tmp_path / "probe")
+def test_a_file_system_that_keeps_one_writer_is_refused(two_processes):
+    for kind, text in (said["lost"] for said in two_processes[2]):
+        assert kind == "OSError"
+        assert re.search("does not keep what several processes write .* 2 bytes .* 1 are", text)
 
 
 def test_a_process_that_fails_leaves_nothing(two_processes):
     _, folder, said = two_processes
-    assert said[1] == ["OSError", "No space left on device"]
-    reason = "failed' failed on process 1: OSError: No space left on device"
-    assert said[0][0] == "RuntimeError" and reason in said[0][1]
+    reason = f"[Errno {errno.EFBIG}] File too large"
+    assert said[1]["full"] == ["OSError", f"{reason}: '{folder / 'full'}'"]
+    kind, text = said[0]["full"]
+    assert kind == "RuntimeError" and f"full' failed on process 1: OSError: {reason}" in text
     assert {path.name for path in folder.iterdir()} == {"more", "one", "saved"}
 
 

@@ -9,28 +9,35 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxzero import interop
 from jaxzero.interop import Rule, save_tensors
-from jaxzero.interop._rules.apply import check_names
-from jaxzero.interop._tensors import by_plain_name, plain_name
 
+from . import tiny_checkpoint
 from .test_partition_layout import DEEPSPEED, opened, shapes_changed
 
 WRAPPED = "up._checkpoint_wrapped_module.weight"
 
 
-def test_names():
-    for name, plain in {
+def test_names(tmp_path: Path):
+    plain_names = {
         "_orig_mod.layers.0.weight": "layers.0.weight",
         "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.up.bias": "layers.0.up.bias",
         "my_orig_mod.weight": "my_orig_mod.weight",
         "module.weight": "module.weight",
         "_orig_mod": "_orig_mod",
-    }.items():
-        assert plain_name(name) == plain
-    with pytest.raises(ValueError, match=r"in x holds both 'a\.b' and '_orig_mod\.a\.b'"):
-        by_plain_name({"a.b": 1, "_orig_mod.a.b": 2}, "in x")
+    }
+    numbers = {name: np.full(1, number) for number, name in enumerate(plain_names)}
+    save_file(numbers, tmp_path / "one.safetensors")
+    found = interop.open_checkpoint(tmp_path / "one.safetensors")
+    assert {name: found[name].read() for name in found} == {
+        plain: numbers[name] for name, plain in plain_names.items()
+    }
+    both = {"a.b": np.ones(1), "_orig_mod.a.b": np.ones(1)}
+    save_file(both, tmp_path / "both.safetensors")
+    with pytest.raises(ValueError, match=r"both\.safetensors' holds both '(_orig.*|a\.b)' and '"):
+        interop.open_checkpoint(tmp_path / "both.safetensors")
 
 
 @pytest.mark.parametrize("case", ["zero1", "zero2", "zero3"])
@@ -110,10 +117,30 @@ def test_a_prefix_of_a_decoder_is_named(tmp_path: Path):
     names = ("module.model.embed.weight", "module.model.layers.0.up.weight", "module.head.weight")
     tensors = {name: interop.ArrayTensor(np.ones(2, np.float32), name) for name in names}
     wanted = ["embed.weight", "layers.0.up.weight", "head.weight"]
-    remedy = "It must be of a decoder."
+
+    def load(wanted: list[str]) -> None:
+        rules = [Rule(name, name) for name in wanted]
+        interop.load_into(dict.fromkeys(wanted, jnp.zeros(2)), tensors, rules=rules)
+
+    with pytest.raises(
+        ValueError, match=r"with 'module\.' before them\. Write it in the rules, or"
+    ):
+        load(wanted)
+    with pytest.raises(ValueError, match=r"The rules must name every tensor; .* in `ignore`\.$"):
+        load([*wanted, "norm.weight"])
+
+
+def test_how_to_remove_the_prefix_of_a_family(tmp_path: Path):
+    """Its rules are not the user's; with another tensor missing, it is no prefix."""
+    held = {f"module.{name}": array for name, array in tiny_checkpoint.tensors().items()}
+    path = tiny_checkpoint.write(tmp_path, held)
     with pytest.raises(
         ValueError, match=r"with 'module\.' before them\. To remove it, save a copy with `inter"
     ):
-        check_names(tensors, wanted, where="here", remedy=remedy)
-    with pytest.raises(ValueError, match=r"It must be of a decoder\.$"):
-        check_names(tensors, [*wanted, "norm.weight"], where="here", remedy=remedy)
+        interop.load_encoder(path)
+    del held["module.embeddings.word_embeddings.weight"]
+    save_file(held, path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"It must hold the tensors of a plain encoder.*prefixes\.$"
+    ):
+        interop.load_encoder(path)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import Mesh
+from rich.console import Console
 
 import jaxzero as jz
 from jaxzero import jobs
-from jaxzero.jobs import _setup
-from jaxzero.jobs._session import open_session
 
 pytestmark = pytest.mark.standard_promotion  # optax
 
 
-def automatic(settings: jobs.Train, *, quantized: bool = False) -> jobs.Train:
-    sharding = jobs.Sharding(plan="auto", plan_quantized=quantized)
-    return dataclasses.replace(settings, sharding=sharding)
+def planned(settings: jobs.Train, console: Console, *, quantized: bool = False) -> jz.ZeroConfig:
+    """The config that a job with these settings trains with."""
+    setup = jobs.set_up(
+        settings.checkpoint,
+        settings.devices,
+        jobs.Sharding(plan="auto", plan_quantized=quantized),
+        settings.optimization,
+        max_tokens=settings.data.max_tokens,
+        console=console,
+    )
+    return setup.zero.config
+
+
+def cluster_of(mesh: Mesh, link: float, memory: float) -> jz.Cluster:
+    device = jz.Device(
+        name="fake",
+        flops=1e15,
+        memory_bandwidth=1e12,
+        memory=memory,
+        local_link=1e11,
+        host_link=1e10,
+    )
+    return jz.Cluster(nodes=mesh.shape["node"], local=mesh.shape["local"], device=device, link=link)
 
 
 @pytest.fixture
@@ -27,27 +45,14 @@ def measured(monkeypatch):
     """Sets the rates that are taken as measured."""
 
     def set_rates(link: float, memory: float = 1e12):
-        def measure(mesh):
-            device = jz.Device(
-                name="fake",
-                flops=1e15,
-                memory_bandwidth=1e12,
-                memory=memory,
-                local_link=1e11,
-                host_link=1e10,
-            )
-            nodes, local = mesh.shape["node"], mesh.shape["local"]
-            return jz.Cluster(nodes=nodes, local=local, device=device, link=link)
-
-        monkeypatch.setattr(_setup.Cluster, "measured", measure)
+        monkeypatch.setattr(jz.Cluster, "measured", lambda mesh: cluster_of(mesh, link, memory))
 
     return set_rates
 
 
 def test_slow_links_between_nodes_are_spared(settings, console, measured):
     measured(1e6)
-    with open_session(automatic(settings, quantized=True), console) as session:
-        config = session.setup.zero.config
+    config = planned(settings, console, quantized=True)
     assert config.gradients == jz.zeropp4().gradients and config.needs_wire_state
     text = console.export_text()
     assert "Plan: zeropp4" in text and "0.001 GB/s into a node" in text
@@ -55,31 +60,28 @@ def test_slow_links_between_nodes_are_spared(settings, console, measured):
 
 
 @pytest.mark.parametrize(("link", "is_slow"), [(1e8, True), (1e12, False)])
-def test_wire_state_is_chosen_for_slow_links_only(link, is_slow, console, measured):
+def test_wire_state_is_chosen_for_slow_links_only(link, is_slow):
     """Between slow links zeropp4 saves time; between fast ones its state is held for nothing."""
-    measured(link)
     mesh = jz.make_mesh(nodes=2)
-    weight = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 
     def loss(params, rows):
-        return jnp.mean((rows @ params["up"] @ params["down"]) ** 2), {}
+        return jnp.mean((rows @ params["up"] @ params["down"]) ** 2)
 
-    config = _setup.planned_config(
-        mesh,
-        {"up": weight, "down": weight},
-        optax.adam(1e-3),
+    plans = jz.tune(
         loss,
+        lambda: {name: jnp.zeros((512, 512)) for name in ("up", "down")},
         jax.ShapeDtypeStruct((mesh.size, 512), jnp.float32),
-        console,
-        quantized=True,
+        cluster_of(mesh, link, 1e12),
+        tx=optax.adam(1e-3),
+        microbatches=(1,),
+        activation_budgets=False,
     )
-    assert config.needs_wire_state == is_slow
+    assert plans.best.candidate.config.needs_wire_state == is_slow
 
 
 def test_nothing_is_quantized_unless_asked(settings, console, measured):
     measured(1e6)  # where zeropp4 would be chosen
-    with open_session(automatic(settings), console) as session:
-        config = session.setup.zero.config
+    config = planned(settings, console)
     exact = jz.PerAxis()
     assert (config.weights, config.gradients, config.hpz) == (exact, exact, None)
     assert "zeropp" not in console.export_text()
@@ -87,11 +89,8 @@ def test_nothing_is_quantized_unless_asked(settings, console, measured):
 
 def test_a_model_that_does_not_fit_is_refused(settings, console, measured):
     measured(1e9, memory=1e3)
-    with (
-        pytest.raises(ValueError, match="No plan fits"),
-        open_session(automatic(settings), console),
-    ):
-        pass
+    with pytest.raises(ValueError, match="No plan fits"):
+        planned(settings, console)
 
 
 def test_other_choices_beside_it_are_refused():

@@ -14,6 +14,8 @@ from jaxzero import launch as launcher
 from jaxzero.launch import _launch
 
 PYTHON = (sys.executable, "-u", "-S", "-E", "-c")
+# Done, a mistake in the arguments, a file error, three ends of distributed jobs, and Ctrl-C.
+EXIT_CODES = (0, 2, 74, 75, 76, 77, 130)
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 process = int(os.environ["JAXZERO_PROCESS_ID"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxzero import cli
-from jaxzero.launch import Launch, _command, launch
+from jaxzero.launch import Launch, launch
 
 from ._launching import go_to
 
@@ -116,24 +117,35 @@ class TestBarePython:
         assert f"launch: python is {shim}, which starts Python " in err
         assert err.endswith(f"{sys.executable}, in the environment that jaxzero runs in\n")
 
-    def test_by_another_name_in_the_same_folder(self, tmp_path, monkeypatch):
-        python = environment(tmp_path / "mine")
-        monkeypatch.setenv("PATH", str(python.parent))
+    def test_by_another_name_in_the_same_folder(self, first_on_path, monkeypatch, capfd):
+        python = program(first_on_path / "python", 'echo "${0##*/} $1"')
+        python.with_name("python3").symlink_to("python")
         monkeypatch.setattr(sys, "executable", str(python))
         monkeypatch.setattr(subprocess, "run", None)  # nobody is asked
         for name in ("python", "python3"):
-            found = str(python.with_name(name))
-            assert _command.prepare((name, "train.py")) == _command.Prepared(
-                (found, "train.py"), f"{name} is {found}, the interpreter that jaxzero runs on"
-            )
+            assert run(name, "train.py") == 0
+            out, err = capfd.readouterr()
+            assert out == f"{name} train.py\n"
+            found = python.with_name(name)
+            assert err == f"launch: {name} is {found}, the interpreter that jaxzero runs on\n"
 
-    def test_two_versions_with_one_prefix(self):
-        one, two = (_command.Interpreter("/usr/bin/python3", "/usr", v) for v in ("3.11", "3.12"))
-        assert one.shares_environment(one) and not one.shares_environment(two)
+    @pytest.mark.parametrize(
+        "version", [sys.version, "2.7.18 (of long ago)"], ids=["same", "other"]
+    )
+    def test_two_versions_with_one_prefix(self, version, first_on_path, capfd):
+        answer = ascii(("/usr/bin/python3", sys.prefix, version))
+        program(first_on_path / "python", f"echo {shlex.quote(answer)}")
+        assert run("python", "train.py") == 0
+        is_said = f"launch: warning: {THIS}\n" in capfd.readouterr().err
+        assert is_said == (version != sys.version)
 
     @pytest.mark.parametrize("answer", ["sleep 60", "echo hello", "true"])
     def test_that_does_not_answer(self, answer, first_on_path, monkeypatch, capfd):
-        monkeypatch.setattr(_command, "_ASK_SECONDS", 0.2)
+        ask = subprocess.run
+        short = {"timeout": 0.2}
+        monkeypatch.setattr(
+            subprocess, "run", lambda *args, **options: ask(*args, **options | short)
+        )
         asked = f'if [ "$1" = -c ]; then exec {answer}; fi; echo runs'
         shim = program(first_on_path / "python", asked)
         assert run("python", "train.py") == 0
@@ -170,8 +182,14 @@ class TestBarePython:
         with pytest.raises(ValueError, match=r"no such program.* PATH\. To run .*: -- train\.py$"):
             run("python", "train.py")
 
-    def test_a_long_command_is_not_repeated(self):
-        assert _command._remedy(("-c", "1\n2")).endswith(f"-- {sys.executable} ...")
+    def test_a_long_command_is_not_repeated(self, first_on_path, capfd):
+        shim = program(first_on_path / "python", "")
+        assert run("python", "-c", "1\n2") == 0
+        remedies = [line for line in capfd.readouterr().err.splitlines() if " -- " in line]
+        assert [line.partition(" -- ")[2] for line in remedies] == [
+            f"{sys.executable} ...",
+            f"{shim} ...",
+        ]
 
 
 def test_other_programs_run_as_they_are(tmp_path, capfd):

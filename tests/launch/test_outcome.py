@@ -1,13 +1,18 @@
-"""Which of several processes is the cause of their end, and what the launcher makes of it."""
+"""What processes are given before they start, which is the cause of their end, and its words."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 
 import pytest
 
-from jaxzero.launch._child import slots
+from jaxzero._processes.exit_codes import MEANINGS, describe, exit_status
+from jaxzero.launch._child import environment, reserve_port, slots
 from jaxzero.launch._supervisor import Outcome, ProcessExit
+
+from ._launching import EXIT_CODES
 
 ONE, TWO, THREE = slots([0, 1, 2], 1, None)
 ALONE = (False, False)  # it was not asked to end
@@ -64,3 +69,50 @@ def test_a_save_does_not_hide_one_that_was_cut_off():
     cut_off = ProcessExit(TWO, -9, 2.0, sigterm_sent=True, hung=True)
     assert Outcome((saved, cut_off), signal.SIGTERM).status == 137
     assert Outcome((saved,), signal.SIGTERM).status == 75
+
+
+def test_devices_left_out():
+    assert [slot.devices for slot in slots([0, 1], 2, None)] == [(0,), (1,), (2,), (3,)]
+    (alone,) = slots([0], 1, None)
+    assert alone.devices is None
+    told = environment(alone, processes=1, port=1, restarts=0, cpu_devices=None)
+    assert "JAX_LOCAL_DEVICE_IDS" not in told.keys() - os.environ.keys()
+    assert "JAX_NUM_CPU_DEVICES" not in told.keys() - os.environ.keys()
+
+
+def test_devices_stay_with_their_node():
+    slot_a, slot_b = slots([0, 2], 1, 2)
+    assert (slot_a.process, slot_a.node, slot_a.devices) == (0, 0, (0, 1))
+    assert (slot_b.process, slot_b.node, slot_b.devices) == (1, 1, (4, 5))
+
+
+def test_the_port_is_free_and_is_not_given_away():
+    ports = [reserve_port() for _ in range(20)]
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.socket(socket.AF_INET6) as server:  # as gRPC binds it
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("::", port))
+            server.listen()
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "words"),
+    [
+        (0, 0, "exit code 0 (done)"),
+        (75, 75, "exit code 75 (stopped by SIGTERM after saving: run again to go on)"),
+        (55, 55, "exit code 55"),
+        (143, 143, "exit code 143 (as after SIGTERM)"),
+        (-15, 143, "killed by SIGTERM"),
+        (-11, 139, "killed by SIGSEGV; a crash in native code"),
+    ],
+)
+def test_exit_codes_in_words(returncode, status, words):
+    assert describe(returncode) == words
+    assert exit_status(returncode) == status
+
+
+def test_all_codes_of_its_own_are_explained():
+    assert MEANINGS.keys() - {1, 126, 127} == set(EXIT_CODES)  # those are any program's

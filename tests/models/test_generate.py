@@ -20,8 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxzero as jz
 from jaxzero import models
 from jaxzero.models import Decoder, DecoderConfig, DynamicScaling, Rope, Sampling
-from jaxzero.models._generate import check_arguments
-from jaxzero.models._sampling import choose
 from tests import zoo
 
 from .drawn import drawn
@@ -173,6 +171,20 @@ def test_chunks_write_the_same_text():
     assert_same(models.Generated(generation.tokens, generation.lengths), on_one_device(CONFIG))
 
 
+def first_tokens(logits: Any, sampling: Sampling, keys: Any) -> Any:
+    """The first new token of each row, where a model has these logits."""
+    one_layer = dataclasses.replace(CONFIG, num_layers=1, sliding_layers=(0,))
+    generation = models.start_generation(
+        lambda cache, *_: (logits, cache),
+        models.make_cache(one_layer, len(logits), 1),
+        jnp.zeros((len(logits), 1), jnp.int32),
+        max_new_tokens=1,
+        sampling=sampling,
+        key=keys,
+    )
+    return generation.tokens[:, 0]
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -195,7 +207,7 @@ def test_tokens_have_the_probabilities_of_the_formula(sampling: Sampling):
     want[kept] = shares[kept] / shares[kept].sum()
     keys = jax.random.split(jax.random.key(1), num)
     rows = np.broadcast_to(logits.astype(np.float32), (num, size))
-    tokens = jax.jit(lambda rows, keys: choose(rows, sampling, keys))(rows, keys)
+    tokens = jax.jit(lambda rows, keys: first_tokens(rows, sampling, keys))(rows, keys)
     got = np.bincount(tokens, minlength=size) / num
     # Within 5 standard deviations; what has no probability is never drawn.
     assert (np.abs(got - want) <= 5 * np.sqrt(want * (1 - want) / num)).all()
@@ -206,7 +218,7 @@ def test_tokens_have_the_probabilities_of_the_formula(sampling: Sampling):
 def test_a_tiny_temperature_takes_the_most_probable_token(temperature: float, options: dict):
     """The quotient of a logit and these temperatures is infinite in float32."""
     rows = 3 * np.random.default_rng(0).normal(size=(8, 37)).astype(np.float32)
-    got = choose(jnp.asarray(rows), Sampling(temperature=temperature, **options), KEYS)
+    got = first_tokens(jnp.asarray(rows), Sampling(temperature=temperature, **options), KEYS)
     np.testing.assert_array_equal(got, rows.argmax(axis=-1))
 
 
@@ -294,21 +306,26 @@ def test_a_mask_of_integers_is_that_of_booleans():
     ],
     ids=lambda x: "" if isinstance(x, str) else next(iter(x)),
 )
-def test_values_of_other_types(change: dict[str, Any], message: str):
-    """Where annotations are executed, they refuse such calls before `check_arguments` does."""
+def test_values_of_other_types(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     given = {"ids": IDS[:2, :4], "mask": None, "max_new_tokens": 3, "key": KEYS[0]} | change
-    cache, key = models.make_cache(CONFIG, 2, 10), given.pop("key")
     with pytest.raises((TypeError, ValueError), match=message):
-        check_arguments(cache, **given, sampling=RANDOM, key=key)
+        models.generate(never, models.make_cache(CONFIG, 2, 10), **given, sampling=RANDOM)
 
 
-def test_arrays_of_other_shapes():
-    """Where annotations are executed, they refuse such calls before `check_arguments` does."""
+def test_arrays_of_other_shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
     ids, cache = jnp.zeros((2, 4), jnp.int32), models.make_cache(CONFIG, 2, 10)
     with pytest.raises(ValueError, match=r"`mask` must have the shape of `ids`, \(2, 4\); got"):
-        check_arguments(cache, ids, jnp.ones((1, 4), bool), 3, Sampling(), None)
+        models.generate(never, cache, ids, jnp.ones((1, 4), bool), max_new_tokens=3)
     with pytest.raises(ValueError, match=r"`key` must be one key, or one .* 2 rows; got shape \(8"):
-        check_arguments(cache, ids, None, 3, RANDOM, KEYS)
+        models.generate(never, cache, ids, max_new_tokens=3, sampling=RANDOM, key=KEYS)
+
+
+def never(*_: Any) -> Any:
+    pytest.fail("the model was called with wrong arguments")
 
 
 @pytest.mark.parametrize(

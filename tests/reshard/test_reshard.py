@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero as jz
-from jaxzero._reshard.reshard import check_options
 from tests.processes import run
 
 RANDOM = np.random.default_rng(0)
@@ -233,10 +233,12 @@ class Unhashable(jz.Int8):
         ({"codec": Unhashable()}, "Make the class a frozen dataclass with hashable fields"),
     ],
 )
-def test_arguments_of_another_type_are_named(changed, message):
-    right = {"zero": jz.Zero(jz.make_mesh(2)), "mesh": None, "dtype": None, "codec": None}
+def test_arguments_of_another_type_are_named(changed, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
+    zero = jz.Zero(jz.make_mesh(2))
+    given = {"zero": zero, "specs": P()} | changed
     with pytest.raises(ValueError, match=message):
-        check_options(**right | changed, window_bytes=1)
+        jz.reshard(zero.shard({"x": np.ones(8, np.float32)}), **given)
 
 
 def test_what_is_not_of_this_zero_is_refused():
