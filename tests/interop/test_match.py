@@ -231,6 +231,13 @@ def test_a_third_of_a_fused_tensor_is_not_enough():
     assert found.undecided == {"attention.query.kernel": ("a third of 'attn.in_proj_weight'",)}
 
 
+@pytest.mark.parametrize(("rows", "is_fused"), [(8, False), (12, True), (16, False)])
+def test_a_fused_tensor_has_the_rows_of_query_key_and_value(rows, is_fused):
+    tree = {"attention": {x: {"kernel": shape(4, 4)} for x in ("query", "key", "value")}}
+    found = match(tree, zeros(attn__qkv__weight=(rows, 4)))
+    assert [*found.fused] == ["attn.qkv.weight"] * is_fused
+
+
 def test_dtypes():
     tree = {"x": shape(2), "count": jax.ShapeDtypeStruct((), jnp.int32)}
     held = {

@@ -81,6 +81,15 @@ def test_what_a_file_is_and_what_to_do(kind: str, ending: str, tmp_path: Path):
     assert step in str(caught.value)
 
 
+@pytest.mark.parametrize("second", [0x12, 0x3A, 0x42], ids=["producer", "graph", "operators"])
+def test_fields_of_onnx_may_have_any_order(second: int, tmp_path: Path):
+    """Behind the version, a protobuf may have the producer, the graph or the operators."""
+    path = tmp_path / "m.pt"
+    path.write_bytes(bytes([0x08, 9, second]) + bytes(99))
+    with pytest.raises(ValueError, match=r"m\.pt' .*ONNX"):
+        interop.open_checkpoint(path)
+
+
 def test_a_directory_says_what_is_in_it(tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(KINDS["GGUF"][0]())
     (tmp_path / "config.json").write_text("{}")

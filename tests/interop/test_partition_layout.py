@@ -138,6 +138,20 @@ def test_paddings_that_are_not_one_for_each_parameter(monkeypatch):
         opened(monkeypatch, "zero2", optimizer=change)
 
 
+def test_alignment_paddings_of_the_right_sum(monkeypatch):
+    """In other places they would shift parameters, and no size would show it."""
+
+    def change(state):
+        assert state["optimizer_state_dict"]["param_alignment_paddings"] == [
+            [2, 2, 0],
+            [3, 2, 2, 0],
+        ]
+        state["optimizer_state_dict"]["param_alignment_paddings"] = [[4, 0, 0], [3, 2, 2, 0]]
+
+    with pytest.raises(ValueError, match=r"paddings \[4, 0, 0\] .*which no alignment"):
+        opened(monkeypatch, "zero1", optimizer=change)
+
+
 def test_paddings_that_were_zeroed_or_added(monkeypatch):
     def zeroed(state):
         state["optimizer_state_dict"]["param_alignment_paddings"] = [[0] * 3, [0] * 4]
@@ -210,6 +224,16 @@ def test_a_tied_weight_that_is_another_parameter(monkeypatch):
     for case in ("zero2", "zero3"):
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="`shared_params` in"):
             opened(patch, case, model=change)
+
+
+def test_a_tied_weight_of_another_shape(monkeypatch):
+    """Frozen, so that it has no optimizer state that would show it to be a parameter."""
+
+    def change(state):
+        state["shared_params"] = {"frozen.weight": "norm.weight"}
+
+    with pytest.raises(ValueError, match="'frozen.weight' is 'norm.weight', but it has a shape"):
+        opened(monkeypatch, "zero2", model=change)
 
 
 def test_frozen_fragments_that_are_too_long(monkeypatch):

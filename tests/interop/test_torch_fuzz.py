@@ -116,6 +116,23 @@ def test_an_offset_in_the_directory_that_is_wrong(tmp_path: Path, delta: int):
         interop.open_checkpoint(path)
 
 
+@pytest.mark.parametrize("field, size", [(8, 2), (10, 2), (12, 4), (16, 4)])
+def test_a_number_that_only_the_64_bit_record_has(tmp_path: Path, field: int, size: int):
+    """As the end of an archive's directory says it of numbers too large for its fields."""
+    whole = bytearray(genuine()[0])
+    end = len(whole) - 22  # numbers of entries at 8 and 10, size at 12, first byte at 16
+    assert whole[end : end + 4] == b"PK\x05\x06" and b"PK\x06\x06" in whole
+    whole[end + field : end + field + size] = b"\xff" * size
+    path = tmp_path / "m.pt"
+    path.write_bytes(bytes(whole))
+    ours = {name: tensor.read() for name, tensor in interop.open_checkpoint(path).items()}
+    assert same(ours, torch.load(path, weights_only=True))
+    whole[end + field] = 0xFE
+    path.write_bytes(bytes(whole))
+    with pytest.raises(ValueError, match="its last bytes do not describe its directory"):
+        interop.open_checkpoint(path)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3, 30, 33])
 def test_a_local_header_that_is_none(tmp_path: Path, offset: int):
     """Its signature, and its name."""

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import jaxzero as jz
 from tests import zoo
+from tests.zero.offload_policy import offload_only
 
 WIDTH = 16
 CONFIGS = {
@@ -205,6 +207,31 @@ def test_the_last_iteration_of_a_loop_that_updates_is_cut_off(num_layers, num_la
         zero.plan(_loss, params, ROWS, tx=tx, opt_state=zero.init_optimizer(tx, params)),
     ]
     assert [_cut(plan)[-1:] for plan in plans] == [[(0, 0)], [(0, num_last)]]
+
+
+def _kept_in_host(params, x):
+    """Layers whose inputs backward copies from host memory."""
+
+    def layer(x, weights):
+        return _layer(checkpoint_name(x, "x"), weights)
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer, policy=offload_only("x")), x, params["layers"])
+    return jnp.mean(x**2)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    ("loss", "init"),
+    [(_kept_in_host, _init), (_experts_loss, _init_experts)],
+    ids=["host", "loops"],
+)
+def test_loops_that_update_keep_their_ends_if_they_copy_activations_or_hold_loops(loss, init):
+    offload = jz.Offload(weights=True, optimizer=True, min_size=WIDTH)
+    zero = jz.Zero(jz.make_mesh(2), jz.ZeroConfig(offload=offload))
+    tx, params = optax.adam(1e-3), zero.abstract(init(8), jax.random.key(0))
+    plan = zero.plan(loss, params, ROWS, tx=tx, opt_state=zero.init_optimizer(tx, params))
+    assert [*plan.top.loops.values()][-1].updates
+    assert _cut(plan) == [(0, 0), (0, 0)]
 
 
 def test_short_loops_and_loops_that_hold_loops_keep_their_ends():

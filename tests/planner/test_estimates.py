@@ -45,10 +45,13 @@ def test_the_posterior_is_that_of_the_formula():
     mean, sd, noise = generator.normal(size=4), generator.uniform(0.5, 2.0, size=4), 0.3
     x, y = generator.normal(size=(3, 4)), generator.normal(size=3)
     found = Regression(mean, sd, noise)
-    for one, value in zip(x, y, strict=True):
-        found.observe(one, value)
+    logs = [found.observe(one, value) for one, value in zip(x, y, strict=True)]
     kernel = np.diag(sd**2)
-    gain = kernel @ x.T @ np.linalg.inv(x @ kernel @ x.T + noise**2 * np.eye(3))
+    joint, error = x @ kernel @ x.T + noise**2 * np.eye(3), y - x @ mean
+    # The densities, each given the observations before, multiply to that of all together.
+    log = -(error @ np.linalg.solve(joint, error) + np.linalg.slogdet(2 * np.pi * joint)[1]) / 2
+    np.testing.assert_allclose(sum(logs), log, rtol=1e-9)
+    gain = kernel @ x.T @ np.linalg.inv(joint)
     expected, covariance = mean + gain @ (y - x @ mean), kernel - gain @ x @ kernel
     np.testing.assert_allclose(found.weights(np.zeros((1, 4)))[0], expected, rtol=1e-9)
     spread = found.weights(np.eye(4)) - expected  # a row for each column of a root

@@ -43,7 +43,11 @@ def _wraps_in_a_carry(x):
     return (lax.scan(lambda j, _: (j * 1103515245 + 12345, j), jnp.int32(1), length=5)[1],)
 
 
-FUNCTIONS = [_counters, _scan, _reversed, _nested, _wraps, _wraps_in_a_carry]
+def _of_one_layer(x):
+    return lax.scan(lambda j, i: (j + i, (i, j)), jnp.int32(1), jnp.arange(2, 3))[1]
+
+
+FUNCTIONS = [_counters, _scan, _reversed, _nested, _wraps, _wraps_in_a_carry, _of_one_layer]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

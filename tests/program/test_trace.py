@@ -61,9 +61,9 @@ def test_what_collectives_overlap_with_is_written_to_memory_anyway(function, cos
     assert any(is_costly(x) for x in block.operations) == costly
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_products_of_a_convolution_are_those_that_xla_counts(groups):
-    images, kernel = jnp.ones((2, 4, 9, 9)), jnp.ones((6, 4 // groups, 3, 3))
+@pytest.mark.parametrize(("groups", "channels"), [(1, 6), (2, 6), (1, 1)])
+def test_the_products_of_a_convolution_are_those_that_xla_counts(groups, channels):
+    images, kernel = jnp.ones((2, 4, 9, 9)), jnp.ones((channels, 4 // groups, 3, 3))
 
     def convolve(x, y):
         return jax.lax.conv_general_dilated(x, y, (1, 1), "VALID", feature_group_count=groups)

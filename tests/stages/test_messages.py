@@ -69,6 +69,17 @@ def test_a_codec_rounds_each_message(is_divided, monkeypatch):
     assert sent and all("u8[" in str(x) for x in sent)
 
 
+def test_layers_that_do_not_divide_the_rows_of_a_message(monkeypatch):
+    """One row beside two layers: parts are then of its elements."""
+    monkeypatch.setattr("jaxzero._stages.messages._DIVIDED_BYTES", 1)
+    zero, params, batch = _zero(microbatches=8), models.params(), models.batch()
+    loss = models.LOSSES["untied"]
+    value, grads = jax.jit(zero.value_and_grad(loss))(zero.shard(params), batch)
+    want, want_grads = jax.device_get(jax.jit(jax.value_and_grad(loss))(params, batch))
+    zoo.assert_close(jax.device_get(value), want, 1e-5, "loss")
+    zoo.assert_close(jax.device_get(zero.unshard(grads)), want_grads, 1e-5, "grads")
+
+
 def test_verify_needs_messages_without_a_codec():
     zero = _zero(jz.Int8(block=32))
     params, batch, loss = zero.shard(models.params()), models.batch(), models.LOSSES["untied"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxzero as jz
-from tests.zoo import CASES, arguments, make_mesh, normal
+from tests.zoo import CASES, arguments, hlo, make_mesh, normal
 
 MESHES = ("1x8", "2x4", "4x2", "8x1")
 SCHEDULE = jz.CommSchedule(deterministic="mesh")
@@ -46,6 +46,16 @@ def test_losses_and_gradients_have_the_same_bits(name, kind, microbatches):
     options = dict(microbatches=microbatches)
     bits = [_case_bits(CASES[name], f"{x}-{kind}", SCHEDULE, **options) for x in MESHES]
     assert _same(bits)
+
+
+def test_no_sum_is_left_to_an_all_reduce():
+    """Its order is the platform's: on CPUs that of the devices, on GPUs another on each mesh."""
+    case, zero = CASES["mlp"], jz.Zero(make_mesh("2x4-auto"), jz.ZeroConfig(schedule=SCHEDULE))
+    (params,), batch = arguments(case, "float32")
+    step = jax.jit(zero.value_and_grad(case.loss))
+    text = step.lower(zero.shard(params), batch).compile().as_text()
+    operations = {x.op for x in hlo.collectives(text)}
+    assert operations and not operations & {"all-reduce", "reduce-scatter"}
 
 
 def test_without_it_bits_differ():

@@ -32,6 +32,14 @@ def test_gradients_equal_the_oracle(name, mesh):
     zoo.check(zoo.CASES[name], jz.Zero(zoo.make_mesh(mesh)))
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("mlp", "1x2-auto"), ("scanned_layers", "2x1-explicit")]
+)
+def test_two_devices(name, mesh):
+    """The fewest that reduce anything; no mesh of the rotation divides sums by two."""
+    zoo.check(zoo.CASES[name], jz.Zero(zoo.make_mesh(mesh)))
+
+
 def test_rotation_takes_every_model_to_two_meshes_and_every_mesh_to_four_models():
     runs = _ROTATION + zoo.rotation("float64")
     models = collections.Counter(mesh for _, mesh, _ in runs)

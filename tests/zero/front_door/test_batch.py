@@ -93,6 +93,20 @@ def test_wrong_batch_argnums(auto, asked, match):
         step(auto.shard(whole_params()), make_rows(auto))
 
 
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ((12, 32, 32), "`a` has 12 rows and `b` has 32"),
+        ((32, 32, 12), "`a` has 32 rows and `c` has 12"),
+    ],
+)
+def test_leaves_of_a_batch_with_different_numbers_of_rows(auto, rows, match):
+    batch = {name: np.ones((num, 16), np.float32) for name, num in zip("abc", rows, strict=True)}
+    step = auto.value_and_grad(lambda params, batch: mean_loss(params, batch["b"]))
+    with pytest.raises(ValueError, match=rf"taken as the batch.*its leaf {match}\. .*`in_specs`"):
+        step(auto.shard(whole_params()), batch)
+
+
 def test_in_specs_and_an_argument_that_they_leave_out(auto):
     def loss(params, x, y):
         return jnp.mean((x @ params["body"]["w"] - y) ** 2)

@@ -202,6 +202,12 @@ def test_optimizers_that_padding_does_not_change_are_not_warned_of(auto, name, d
     auto.init_optimizer(_SAME[name], auto.shard(params))  # warnings are errors here
 
 
+def test_an_optimizer_whose_trial_gives_nan_is_not_warned_of(auto):
+    """Roots of negative gradients are NaN, whether the leaf is padded or not."""
+    tx = optax.stateless(lambda updates, _: jax.tree.map(jnp.sqrt, updates))
+    auto.init_optimizer(tx, auto.shard(whole_params()))  # warnings are errors here
+
+
 @pytest.mark.standard_promotion
 def test_one_layer_that_is_selected_by_its_path_is_warned_of(auto):
     """The trial takes many updates for one of several equal layers, and one update for all."""
