@@ -36,6 +36,10 @@ _GPU: Options = {
     # experts in each layer: a step waits 0.18 s for collectives, without the combiner 0.17 s; JAX
     # 0.12.0). All-reduces are still joined: a program may have many small ones of its own.
     "xla_gpu_all_gather_combine_threshold_bytes": 0,
+    # XLA would merge matrix products that share an operand. All rotations of codecs multiply by one
+    # matrix, and a product of messages of two iterations waits for both: ZeRO++ then takes 0.77 s
+    # at 12.5 GB/s into a node, and 0.69 s without (JAX 0.12.0).
+    "xla_gpu_dot_merger_threshold_mb": 0,
 }
 _GPU_BEFORE_0_11: Options = {
     # Durations from a model of the hardware. With the built-in guess collectives start when half of
