@@ -15,7 +15,7 @@ from benchmarks.shared._llama import LlamaSize
 from jaxzero._hlo import Rates, timeline
 from jaxzero._hlo import collectives as _hlo
 from jaxzero._hlo.cost import collective_of, flops, link_bytes
-from jaxzero._hlo.instructions import Instruction, parse
+from jaxzero._hlo.instructions import Computation, Instruction, Program, parse
 
 SIZE = LlamaSize(layers=3, width=256, hidden=704, heads=4, vocabulary=512)
 NODES, LOCAL = 2, 8
@@ -96,8 +96,25 @@ def test_messages_between_nodes_have_a_whole_layer_of_time(scanned):
 def test_messages_of_small_leaves_arrive_in_their_place(scanned):
     """Joined, a layer's weights go from one iteration to the next; XLA copies none of it."""
     message = 2 * (4 * DEEP.width + 3 * DEEP.hidden) * DEEP.width  # bytes
-    copies = [x for x in of_loops(scanned) if x.op == "copy" and x.num_bytes >= message]
+    copies = [x for x in in_loops(scanned) if x.op == "copy" and x.num_bytes >= message]
     assert not copies, [x.text[:120] for x in copies]
+
+
+def test_no_matrix_product_reads_two_messages(mesh):
+    """Rotations multiply by one matrix. Merged, those of a message inside a node would wait for the
+    message between nodes, which has the whole iteration to arrive."""
+    text = compiled_step(jz.Zero(mesh, jz.zeropp()), DEEP, (32, 512)).as_text()
+    program, num = parse(text), 0
+    for body in of_loops(program):
+        read: dict[str, frozenset[str]] = {}  # the messages that an instruction depends on
+        for x in body.instructions:
+            before = (read.get(name, frozenset()) for name in x.operands)
+            is_message = x.op == "all-to-all-done"
+            read[x.name] = frozenset({x.name}) if is_message else frozenset().union(*before)
+            if flops(x, body, program):
+                assert len(read[x.name]) <= 1, x.text
+                num += len(read[x.name])
+    assert num  # rotations are products
 
 
 WIDE = LlamaSize(layers=4, width=4096, hidden=4096, heads=32, vocabulary=512)
@@ -108,19 +125,22 @@ def test_large_leaves_are_neither_packed_nor_unpacked(mesh):
     text = compiled_step(jz.Zero(mesh), WIDE, (16, 256)).as_text()
     assert text is not None
     leaf = 2 * WIDE.width**2  # bytes
-    kernels = [x for x in of_loops(text) if x.op == "fusion" and "jaxzero/" in x.text]
+    kernels = [x for x in in_loops(text) if x.op == "fusion" and "jaxzero/" in x.text]
     assert kernels  # norms are joined, and sums computed
     large = [x.text[:120] for x in kernels if x.num_bytes >= leaf]
     assert not large, large
     assert f"u16[{WIDE.width},{WIDE.width}]" in text
 
 
-def of_loops(text: str) -> list[Instruction]:
-    """The instructions of the bodies of all loops."""
-    program = parse(text)
+def of_loops(program: Program) -> list[Computation]:
+    """The bodies of all loops."""
     loops = [x for c in program.computations.values() for x in c.instructions if x.op == "while"]
-    bodies = (program.computations[x.called["body"][0]] for x in loops)
-    return [x for body in bodies for x in body.instructions]
+    return [program.computations[x.called["body"][0]] for x in loops]
+
+
+def in_loops(text: str) -> list[Instruction]:
+    """The instructions of the bodies of all loops."""
+    return [x for body in of_loops(parse(text)) for x in body.instructions]
 
 
 def test_no_whole_gradient_is_held_while_the_layers_run_backward(scanned):
