@@ -265,3 +265,13 @@ def test_the_plan_says_what_is_held_whole_and_why(loss, why):
     plan = zero.plan(loss, zero.shard(tree), np.ones((8, WIDTH), np.float32))
     assert f"held whole: {why}, " in str(plan)
     assert os.path.basename(__file__) in str(plan.held_whole[0])
+
+
+def test_a_product_that_mixes_the_layers_is_that_of_one_device():
+    """Layer by layer it cannot be computed, but it looks like a product of a stack and a matrix."""
+    mix = np.random.default_rng(1).normal(size=(LAYERS, LAYERS)).astype(np.float32)
+
+    def loss(p, x):
+        return _scan(jnp.tensordot(mix, p["w"], (0, 0)) + jnp.tensordot(p["w"], mix, (0, 0)).T, x)
+
+    zoo.check(_case(loss, "w"), jz.Zero(zoo.make_mesh("2x4-auto")))
