@@ -11,12 +11,14 @@ pass into `lax.scan`. `of_stack` returns it for a stack of layers, as values pas
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import dtypes, lax
 from jaxtyping import Array, Shaped
 
 from .._sharding import DimSharding
@@ -74,7 +76,8 @@ class ConvertDtype(Op):
     narrows: bool
 
     def apply(self, x):
-        return x.astype(self.dtype)
+        with _with_types_of(self.dtype):
+            return x.astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +98,9 @@ class Scale(Op):
     divides: bool
 
     def apply(self, x):
-        factor = jnp.asarray(self.factor, x.dtype)
-        return x / factor if self.divides else x * factor
+        with _with_types_of(x.dtype):
+            factor = jnp.asarray(self.factor, x.dtype)
+            return x / factor if self.divides else x * factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +273,16 @@ class Pad(Op):
 
     def of_stack(self, num):
         return Pad(((0, 0, 0), *self.config))
+
+
+def _with_types_of(dtype: Any) -> contextlib.AbstractContextManager:
+    """Return a context in which JAX has `dtype`.
+
+    An operation that was traced under a `jax.enable_x64` of the user's function is applied outside
+    of it, where JAX would make 32 bits of float64.
+    """
+    is_wide = jnp.issubdtype(dtype, jnp.number) and dtypes.canonicalize_dtype(dtype) != dtype
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
 def push(

@@ -58,7 +58,8 @@ class Kinds:
             self._num += 1
             return self._num
         inputs = [(x.aval.shape, x.aval.dtype) for x in equation.invars]
-        key = operation.name, *inputs, None, *((x.shape, x.dtype) for x in operation.outputs)
+        outputs = ((x.shape, x.dtype) for x in operation.outputs)
+        key = operation.name, _context(equation), *inputs, None, *outputs
         numbered = self._known.setdefault(key, [])
         for number, other in numbered:
             if _Comparison().same(other.equation.params, equation.params):
@@ -197,9 +198,16 @@ class _Comparison:
         for x, y in zip(a.eqns, b.eqns, strict=True):
             if x.primitive is not y.primitive or not all_read(x.invars, y.invars):
                 return False
+            if _context(x) != _context(y):
+                return False
             if not self.same(x.params, y.params) or not defined(x.outvars, y.outvars):
                 return False
         return all_read(a.outvars, b.outvars)
+
+
+def _context(equation: Any) -> tuple[Any, Any]:
+    """Return what an equation depends on beside its parameters: where it runs, and random bits."""
+    return equation.ctx.compute_type, equation.ctx.threefry_partitionable
 
 
 def _is_of_jax(module: str) -> bool:

@@ -215,7 +215,10 @@ def _computed(operation: Operation, inputs: Sequence[np.ndarray | None]) -> np.n
             shape[dim] = size
         array = np.broadcast_to(arrays[0].reshape(shape), out.shape)
     elif name in _RESHAPES and len(arrays) == 1:
-        array = arrays[0].reshape(out.shape)
+        (array,) = arrays
+        if (order := params.get("dimensions")) is not None and name == "reshape":
+            array = array.transpose(order)  # as `jnp.reshape(order="F")` asks of the primitive
+        array = array.reshape(out.shape)
     elif name == "rev":
         array = np.flip(arrays[0], params["dimensions"])
     elif name == "slice":

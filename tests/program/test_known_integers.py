@@ -16,6 +16,11 @@ def _counters(x):
     return i[::-1], i[1:5], (-i).reshape(2, 3), jnp.broadcast_to(i[:, None], (6, 2)), *chosen
 
 
+def _by_columns(x):
+    i = jnp.arange(6).reshape(2, 3)
+    return i.reshape(6, order="F"), lax.reshape(i, (3, 2), (1, 0))
+
+
 def _scan(x):
     def body(carry, i):
         x, j = carry
@@ -47,7 +52,10 @@ def _of_one_layer(x):
     return lax.scan(lambda j, i: (j + i, (i, j)), jnp.int32(1), jnp.arange(2, 3))[1]
 
 
-FUNCTIONS = [_counters, _scan, _reversed, _nested, _wraps, _wraps_in_a_carry, _of_one_layer]
+FUNCTIONS = [
+    *(_counters, _by_columns, _scan, _reversed, _nested),
+    *(_wraps, _wraps_in_a_carry, _of_one_layer),
+]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

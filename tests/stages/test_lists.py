@@ -314,6 +314,13 @@ def _other_activation(i: int, x: jax.Array, w: models.Params) -> jax.Array:
     return x * w["scale"] + act((x * w["gain"][None, None]) @ w["up"]) @ w["down"]
 
 
+def _other_random_bits(i: int, x: jax.Array, w: models.Params) -> jax.Array:
+    """Layers that differ in nothing but how they make random bits of one key."""
+    with jax.threefry_partitionable(i != 2):
+        mask = jax.random.normal(jax.random.key(0), w["up"].shape)
+    return models.layer(x, {**w, "up": w["up"] * mask})
+
+
 def _more_after_one(i: int, x: jax.Array, w: models.Params) -> jax.Array:
     x = models.layer(x, w)
     return jnp.sin(x) if i == 2 else x
@@ -335,6 +342,7 @@ def _side_by_side(p: models.Params, rows: models.Params) -> jax.Array:
         (_scaled_by_rule(float), "layer 2 computes by `custom_vjp_call` .* not known"),
         (_scaled_by_rule(Store), "layer 1 computes by `custom_vjp_call` .* not known"),
         (_each(_other_activation), "layer 2 has `sin` at .* where another has `tanh`"),
+        (_each(_other_random_bits), "layer 2 computes by `random_seed` .* not known"),
         (_each(_more_after_one), "not in the order of their numbers, or something"),
         (_each(_plain, slice(None, None, -1)), "not in the order of their numbers"),
         (_each(_plain, times=2), "not in the order of their numbers"),

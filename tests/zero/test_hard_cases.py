@@ -166,3 +166,16 @@ def test_mistakes_in_arguments(zero):
     other_order = (None, P(("local", "node")))
     with pytest.raises(ValueError, match="out_reduce"):
         zero.apply(lambda p, x: x @ p["w"], in_specs=other_order)(params, batch)
+
+
+def test_weights_that_a_loss_casts_to_float64_have_it_where_the_step_has_not(zero):
+    def loss(p, x):
+        with jax.enable_x64(True):
+            # In float32 the argument, up to 1e7, would be rounded by up to half a radian.
+            w = jnp.sin(p["w"].astype(jnp.float64) * 1e7).astype(jnp.float32)
+        return jnp.mean(x @ w)
+
+    params, x = {"w": _normal(8, 8)}, _normal(8, 8)
+    _equal(zero, loss, params, x)
+    evaluated = zero.apply(loss)(zero.shard(params), x)
+    np.testing.assert_allclose(evaluated, jax.jit(loss)(params, x), rtol=1e-5)

@@ -188,6 +188,11 @@ def _of_the_batch(p, x):
     return _mean(lax.scan(lambda x, i: (_layer(x, p["w"][i]), None), x, rows)[0])
 
 
+def _by_columns(p, x):
+    order = jnp.arange(LAYERS).reshape(2, LAYERS // 2).reshape(-1, order="F")  # 0, 4, 1, 5, ...
+    return _mean(lax.scan(lambda x, i: (_layer(x, p["w"][i]), None), x, order)[0])
+
+
 def _used_as_a_whole_too(p, x):
     def body(x, i):
         return _layer(x, p["w"][i]) + jnp.sum(jnp.sort(p["w"], axis=0)[0]), None
@@ -195,7 +200,7 @@ def _used_as_a_whole_too(p, x):
     return _mean(lax.scan(body, x, jnp.arange(LAYERS))[0])
 
 
-@pytest.mark.parametrize("loss", [_clamped, _of_the_batch, _used_as_a_whole_too])
+@pytest.mark.parametrize("loss", [_clamped, _of_the_batch, _by_columns, _used_as_a_whole_too])
 def test_other_stacks_are_held_whole_and_results_are_right(loss):
     (tree,), batch = zoo.arguments(_case(loss), "float32")
     batch = jnp.broadcast_to(batch[:1], batch.shape)  # equal rows: a device takes its own first
