@@ -141,18 +141,19 @@ class _Buffer(nnx.Variable):
     pass
 
 
-def test_an_optimizer_of_a_state_with_more_than_parameters_warns(auto):
-    def make():
-        model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
-        model.position = _Buffer(jnp.ones(8))
-        return model
+class _Positioned(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        self.position = _Buffer(jnp.ones(8))
 
+
+def test_an_optimizer_of_a_state_with_more_than_parameters_warns(auto):
     tx = optax.adam(1e-3)
-    _, params, rest = nnx.split(make(), nnx.Param, ...)
-    for trained in (params, nnx.filter_state(rest, _Buffer), make()):
+    _, params, rest = nnx.split(_Positioned(), nnx.Param, ...)
+    for trained in (params, nnx.filter_state(rest, _Buffer), _Positioned()):
         auto.init_optimizer(tx, auto.shard(trained))  # warnings are errors here
-    with pytest.warns(UserWarning, match=r"no `nnx.Param`: `mean`, a `BatchStat` and 2 more"):
-        auto.init_optimizer(tx, auto.shard(nnx.state(make())))
+    with pytest.warns(UserWarning, match=r"no `nnx.Param`: `norm.mean`, a `BatchStat` and 2 more"):
+        auto.init_optimizer(tx, auto.shard(nnx.state(_Positioned())))
 
 
 @pytest.mark.standard_promotion
