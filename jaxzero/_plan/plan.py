@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._activations import Chosen, Residual, by_kind, described, described_total
+from .._codecs import Codec
 from .._collectives import CommSpec, HostTransfer, Transfer, readable_bytes
 from .._mesh import AXES, LOCAL
 from .._program import Fork, Loop, Operation, kept_values
@@ -177,7 +180,7 @@ class Plan:
 def described_codecs(comm: CommSpec, transfers: Sequence[Transfer]) -> tuple[str, ...]:
     """Return a line for each axis with a codec: "weights over node: int8/256, float32".
 
-    The line of an axis over which the codec encodes nothing says so, as in a model of small leaves.
+    The line of an axis over which all arrays are too small for the codec says so.
     """
     lines = []
     unused = f" (nothing is encoded; `min_quantized_size` is {comm.min_quantized_size})"
@@ -186,14 +189,14 @@ def described_codecs(comm: CommSpec, transfers: Sequence[Transfer]) -> tuple[str
             if (asked := getattr(codecs, axis)) is None:
                 continue
             is_hop = isinstance(asked, GradientHop | WeightHop)
-            names = {str(asked.codec): str(asked)} if is_hop else {}
+            codec = asked.codec if is_hop else asked
+            names = {str(codec): str(asked)}
             sent = [names.get(form, form) for form in _forms(transfers, what, axis)]
             forms = sorted(sent, key=lambda form: form != str(asked))  # the codec first
-            note = "" if str(asked) in forms else unused
+            note = unused if _are_wider(forms, codec) else ""
             lines += [f"{what} over {axis}: {', '.join(forms)}{note}"] if forms else []
     if comm.hpz is not None and (codec := comm.hpz.codec) is not None:
-        forms = _forms(transfers, "weights", LOCAL)
-        note = unused if forms and str(codec) not in forms else ""
+        note = unused if _are_wider(_forms(transfers, "weights", LOCAL), codec) else ""
         lines.append(f"kept slices (hpZ): {codec}{note}")
     return tuple(lines)
 
@@ -202,6 +205,13 @@ def _forms(transfers: Sequence[Transfer], purpose: str, axis: str) -> list[str]:
     """Return what is sent over an axis: the names of codecs and dtypes, each once."""
     here = [x for x in transfers if (x.purpose, x.axis) == (purpose, axis)]
     return [*dict.fromkeys(form for x in here for form in x.forms)]
+
+
+def _are_wider(forms: Sequence[str], codec: Codec) -> bool:
+    """Return whether all forms are dtypes, and one is a float of more bits than `codec` has."""
+    dtypes = [jnp.dtype(form) for form in forms if hasattr(jnp, form)]
+    floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
+    return len(dtypes) == len(forms) and any(8 * x.itemsize > codec.bits for x in floats)
 
 
 def _lines(steps: tuple[PlanStep, ...]) -> list[str]:
