@@ -20,21 +20,13 @@ _LINK = "400 GB/s between nodes"
 _PANELS = 3  # side by side
 _TICKS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 80)  # GiB; those of a logarithm overlap
 _PROGRAM = ("model", "layers", "nodes", "local", "batch", "tokens", "token_parts")
-_NAMES = {
-    "nothing": "nothing saved",
-    "everything": "no `jax.checkpoint`",
-    "dots": "`dots_saveable`",
-    "dots_without_batch_dims": "`dots_with_no_batch_dims_saveable`",
-    "names": "attention and MLP by name",
-    "offload": "`offload_dot_with_no_batch_dims`",
-}
-_MARKERS = {
-    "nothing": "x",
-    "everything": "s",
-    "dots": "^",
-    "dots_without_batch_dims": "v",
-    "names": "D",
-    "offload": "P",
+_POLICIES = {  # name and mark of each policy
+    "nothing": ("nothing saved", "x"),
+    "everything": ("no `jax.checkpoint`", "s"),
+    "dots": ("`dots_saveable`", "^"),
+    "dots_without_batch_dims": ("`dots_with_no_batch_dims_saveable`", "v"),
+    "names": ("attention and MLP by name", "D"),
+    "offload": ("`offload_dot_with_no_batch_dims`", "P"),
 }
 Row = Mapping[str, Any]
 
@@ -61,7 +53,7 @@ def _label(program: tuple) -> str:
 
 def _kind(row: Row) -> str:
     if "policy" in row:
-        return _NAMES[row["policy"]]
+        return _POLICIES[row["policy"]][0]
     return f"budget {row['budget_gib']:g} GiB{', host' if row['host'] else ''}"
 
 
@@ -127,9 +119,9 @@ def figure(found: Mapping[tuple, Sequence[Row]]) -> Figure:
             (legend[label],) = axes.plot(memory, seconds, "o-", color=color)
         for row in rows:
             if "policy" in row:
-                marker = _MARKERS[row["policy"]]
-                (drawn_as,) = axes.plot(_memory(row), _seconds(row), marker, color="black")
-                legend[_kind(row).replace("`", "")] = drawn_as
+                name, mark = _POLICIES[row["policy"]]
+                (point,) = axes.plot(_memory(row), _seconds(row), mark, color="black")
+                legend[name.replace("`", "")] = point
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         ticks = [x for x in _TICKS if low <= x <= high]

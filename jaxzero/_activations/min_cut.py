@@ -96,17 +96,17 @@ class Part:
         }
 
     def seconds_of(self, operation: Operation) -> float:
-        """Return the seconds that it takes to repeat an operation in all trips."""
+        """Return the seconds in a step to compute an operation again, in all iterations."""
         seconds = 0.0 if operation in self._fused else seconds_of(operation)
         return self.trips * seconds / self.token_parts
 
     @property
     def working_bytes(self) -> int:
-        """The bytes on a device of all values that backward reads of one trip or one segment."""
+        """The bytes on a device of all values that backward reads in an iteration or segment."""
         return sum(map(bytes_of, self.wanted)) // (self.segments * self.token_parts)
 
     def kept_bytes(self, value: Value) -> int:
-        """Return the bytes on a device to keep a value in all trips; 0 if it is held anyway."""
+        """Return the bytes on a device to keep a value of all iterations; 0 if held anyway."""
         num = 0 if value in self.stored else bytes_of(value)
         return round(num * self.trips * self.layer_sets / self.token_parts)
 

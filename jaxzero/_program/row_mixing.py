@@ -177,7 +177,7 @@ class _Walk:
         return [unknown(*given)] * len(operation.outputs)
 
     def inside(self, operation: Operation, read: Any) -> Any:
-        """Return `read(operation)`, the blocks in an operation; call `read` once for each."""
+        """Return the blocks in an operation, as `read` gives them, which is called once for it."""
         if id(operation) not in self.blocks:
             self.blocks[id(operation)] = read(operation)
         return self.blocks[id(operation)]

@@ -188,9 +188,7 @@ def other_variables(tree: Any) -> dict[str, str]:
     if not any(isinstance(variable, nnx.Param) for _, variable in variables):
         return {}
     return {
-        path: type(variable).__name__
-        for path, variable in variables
-        if not isinstance(variable, nnx.Param) and not _is_overwritten_type(type(variable))
+        path: type(variable).__name__ for path, variable in variables if not _is_trained(variable)
     }
 
 
@@ -207,7 +205,6 @@ def rng_leaves(tree: Any) -> list[bool]:
 
 
 def _trained_by_nnx(module: Any) -> list[bool | None]:
-    nnx = sys.modules["flax.nnx"]
     path_of: dict[int, str] = {}
     trained: list[bool | None] = []
     for path, variable in _pairs(module, _is_variable):
@@ -218,10 +215,17 @@ def _trained_by_nnx(module: Any) -> list[bool | None]:
                 "make two of it. Split it, which keeps one: `graph, params = nnx.split(module)`, "
                 "and `nnx.merge(graph, params)` in the function."
             )
-        is_trained = isinstance(variable, nnx.Param) or _is_overwritten_type(type(variable))
+        is_trained = _is_trained(variable)
         leaves = flatten(variable)[1]
         trained += [is_trained and _is_inexact(leaf) for leaf in leaves]
     return trained
+
+
+def _is_trained(variable: Any) -> bool:
+    """Return whether a module trains this variable: a parameter, or the state of an fp8 layer."""
+    return isinstance(variable, sys.modules["flax.nnx"].Param) or _is_overwritten_type(
+        type(variable)
+    )
 
 
 def _is_overwritten_type(kind: type) -> bool:

@@ -137,8 +137,8 @@ def test_copies_from_and_to_the_host_have_a_stream_each():
         "%z = f32[1024]{0} negate(%y)",
         "ROOT %w = f32[1024]{0} copy(%h)",
     )
-    # Of 1 ms each: one to the host and one from it beside the negate, and a second from it behind
-    # them, which is waited for; then a negate, and a copy that begins after it.
+    # Copies of 1 ms each. One to the host and one from it run beside the first negate. The second
+    # from the host begins after them, and is waited for, as is the last, after the second negate.
     assert (line.host_bytes_in, line.host_bytes_out) == (3 * 4096, 4096)
     assert line.host_seconds == pytest.approx(4e-3)
     assert line.host_exposed_seconds == pytest.approx(2e-3)
